@@ -22,6 +22,7 @@ from hybridpp.partition.drawing_code import asks_for_mode
 from hybridpp.partition.flops import FlopCounter
 from hybridpp.partition.hook_inspection import Reachable
 from hybridpp.partition.hook_inspection import is_users as is_users_hook
+from hybridpp.partition.kept_state import KeptState, KeptValue
 from hybridpp.partition.memory import MemoryBudget, StateBytes, TrainingStateSpec
 from hybridpp.partition.module_outputs import MODULE_INTERNALS
 from hybridpp.partition.plan import BoundarySharding, CutPoint, StagePlan, owners, stage_plan, unit_homes, uses
@@ -40,6 +41,8 @@ __all__ = [
     "CommonTraces",
     "CutPoint",
     "FlopCounter",
+    "KeptState",
+    "KeptValue",
     "MadeUpDerivatives",
     "MemoryBudget",
     "ModuleUnits",

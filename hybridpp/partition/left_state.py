@@ -23,6 +23,9 @@ _CHANGEABLE = (list, dict, set, deque)
 LeftKey = tuple[str, str]
 """An attribute that a forward leaves changed: the module's name in the model, and its own."""
 
+AttributeWatcher = Callable[[nn.Module, str, bool], None]
+"""Is told of a read of a module's attribute, or of a write."""
+
 FilledContainers = dict[LeftKey, Any]
 """What containers hold, by the attribute that they are."""
 
@@ -91,7 +94,7 @@ class AttributesBefore:
         }
         known: dict[int, _Held] = {}  # a model's configuration is an attribute of most of its modules
         self._held = {
-            path: {name: _known(value, known) for name, value in _attributes(part).items()}
+            path: {name: _known(value, known) for name, value in own_attributes(part).items()}
             for path, part in self._parts.items()
         }
 
@@ -99,7 +102,7 @@ class AttributesBefore:
         """The attributes that the forward has changed; call it when it has ended."""
         found = []
         for path, part in self._parts.items():
-            now, held = _attributes(part), self._held[path]
+            now, held = own_attributes(part), self._held[path]
             for name in dict.fromkeys((*now, *held)):
                 before, value = held.get(name), now.get(name, MISSING)
                 if before is None or not before.is_now(value):
@@ -110,7 +113,7 @@ class AttributesBefore:
         """What the changed containers of tensors hold; call it when the forward has ended."""
         found = {}
         for key in self.left():
-            value = _attributes(self._parts[key[0]]).get(key[1], MISSING)
+            value = own_attributes(self._parts[key[0]]).get(key[1], MISSING)
             if _Held.of(value).is_of_tensors and value:
                 found[key] = value.copy()
         return found
@@ -281,18 +284,19 @@ class LeftState:
     def watching(self, current_call: Callable[[], tuple[int, bool]]) -> Iterator[None]:
         """Inside, reads of the attributes are recorded; ``current_call()`` gives the call, and whether a unit runs."""
 
-        def tell(module: nn.Module, name: str) -> None:
-            self._note_read(module, name, *current_call())
+        def tell(module: nn.Module, name: str, is_write: bool) -> None:
+            if not is_write:
+                self._note_read(module, name, *current_call())
 
         watched = {(type(self._parts[path]), name) for path, name in self._keys}
         try:
             for kind, name in watched:
-                _WatchedAttribute.put(kind, name).watchers.append(tell)
+                WatchedAttribute.put(kind, name).watchers.append(tell)
             with _Uses(lambda tensors: self._note_uses(tensors, *current_call())):
                 yield
         finally:
             for kind, name in watched:
-                _WatchedAttribute.drop(kind, name, tell)
+                WatchedAttribute.drop(kind, name, tell)
 
 
 class _Uses(TorchFunctionMode):
@@ -310,8 +314,8 @@ class _Uses(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _WatchedAttribute:
-    """Stands for an attribute of a class, and tells who is asked for it.
+class WatchedAttribute:
+    """Stands for an attribute of a class, and tells whose is read or set: ``watcher(module, name, is_write)``.
 
     Everything else is as without it: what a module holds counts, then its buffers, then what its class has. In-process
     ranks, which share classes, share it.
@@ -323,10 +327,10 @@ class _WatchedAttribute:
 
     def __init__(self, name: str, own: Any):
         self._name, self.own = name, own
-        self.watchers: list[Callable[[nn.Module, str], None]] = []
+        self.watchers: list[AttributeWatcher] = []
 
     @classmethod
-    def put(cls, kind: type, name: str) -> "_WatchedAttribute":
+    def put(cls, kind: type, name: str) -> "WatchedAttribute":
         """That of a class, which has one from now on."""
         own = vars(kind).get(name, MISSING)
         if isinstance(own, cls):
@@ -336,7 +340,7 @@ class _WatchedAttribute:
         return made
 
     @classmethod
-    def drop(cls, kind: type, name: str, watcher: Callable[[nn.Module, str], None]) -> None:
+    def drop(cls, kind: type, name: str, watcher: AttributeWatcher) -> None:
         """End a watch; with the last one, the class is as before."""
         watched = vars(kind).get(name)
         if not isinstance(watched, cls) or watcher not in watched.watchers:
@@ -353,20 +357,22 @@ class _WatchedAttribute:
         if module is None:
             return self._of_class(kind, None)
         for tell in tuple(self.watchers):
-            tell(module, self._name)
+            tell(module, self._name, False)
         held = attributes_now(module)
         return held[self._name] if self._name in held else self._of_class(type(module), module)
 
     def _of_class(self, kind: Any, module: Any) -> Any:
         for base in kind.__mro__:
             found = vars(base).get(self._name, MISSING)
-            found = found.own if isinstance(found, _WatchedAttribute) else found
+            found = found.own if isinstance(found, WatchedAttribute) else found
             if found is not MISSING:
                 return found.__get__(module, kind) if hasattr(found, "__get__") else found
         # Modules are asked once more, by their __getattr__.
         raise AttributeError(self._name)
 
     def __set__(self, module: Any, value: Any) -> None:
+        for tell in tuple(self.watchers):
+            tell(module, self._name, True)
         vars(module)[self._name] = value
 
     def __delete__(self, module: Any) -> None:
@@ -376,7 +382,7 @@ class _WatchedAttribute:
             raise AttributeError(self._name) from None
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
+def own_attributes(module: nn.Module) -> dict[str, Any]:
     """A module's attributes but for those of torch and of this library."""
     return {
         name: value

@@ -80,6 +80,7 @@ class StagedModel:
         model: the model.
         owners: the stages that hold each parameter, by its name; the same on every rank.
         around_call: wraps the script's own calls of the complete model; None: they are not wrapped.
+        around_stage: a context for the forward of a stage, of its number and arguments; None: not called.
         gather: gathers the weights of units; None: they are always there.
         part_reads: refuses code that reads parts of weights; None: this rank has none.
         options: of the model's calls, beside micro-batches; None: there are none.
@@ -113,6 +114,7 @@ class StagedModel:
         self._running = False
         self._watch: Watcher | None = None
         self.around_call: CallRunner | None = None
+        self.around_stage: Callable[[int, Any], AbstractContextManager[None]] | None = None
         self._remote_deltas: list[AttributeDelta] = []
         self._states = StageStates(model, self.stages) if len(self.stages) > 1 else None
         self.gather: UnitGather | None = None
@@ -264,7 +266,11 @@ class StagedModel:
             :meth:`recomputing` takes, where gradients are enabled (else None).
         """
         with self._states.of_stage(plan.stage, plan.own_state) if self._states else nullcontext():
-            return self._forward(plan, args, kwargs, received, key, recompute)
+            if self.around_stage is None:
+                return self._forward(plan, args, kwargs, received, key, recompute)
+            self._restore_attributes()
+            with self.around_stage(plan.stage, (args, kwargs)):
+                return self._forward(plan, args, kwargs, received, key, recompute)
 
     def _forward(
         self,

@@ -33,7 +33,7 @@ from hybridpp_plugins.engine_parts import EngineParts
 from hybridpp_plugins.folder_save import Saves
 from hybridpp_plugins.interruption import Interruption
 from hybridpp_plugins.layout import Layout
-from hybridpp_plugins.step_epilogue import FoundInPassError, PendingEnd, items_of
+from hybridpp_plugins.step_epilogue import PendingEnd, items_of
 from hybridpp_plugins.step_losses import StepLosses
 from hybridpp_plugins.unfinished_step import UnfinishedStep
 
@@ -198,6 +198,8 @@ class Engine(EngineParts):
             if losses is None:
                 batch, losses = self._counted(batch, called, training)
             task = self._task(batch, infos, called, losses, options.return_outputs)
+            if training and self.kept_state is not None:
+                self.kept_state.begin(self._counts(infos))
             self._mark("actions")
             result, loss, num_items = self._run(
                 batch, task, self._program(infos, training), failure, getattr(called, "identity", None), losses
@@ -222,6 +224,8 @@ class Engine(EngineParts):
         if self.optimizer is not None and self.optimizer.modes is not None:
             self.optimizer.modes.passed()
         if training:
+            if self.kept_state is not None:
+                self._end_checks()
             self.progress.num_steps += 1
             self._stop.step_done()
         else:
@@ -450,9 +454,8 @@ class Engine(EngineParts):
                 with self._checked(batch, task) as is_checked:
                     early = early and not is_checked  # they learn what is found, too
                     result = self._execute(batch, task, program, losses_known if early else _nothing)
-            if is_checked and optimizer is not None and optimizer.gradient_checks is not None:
-                found = optimizer.gradient_checks.refusal()
-                failure = failure or (FoundInPassError(found) if found else None)
+            if is_checked:
+                failure = failure or self._refusal()
             self._mark("end")
             if task.criterion is not None and end is None:
                 losses_known(result)
@@ -477,7 +480,7 @@ class Engine(EngineParts):
         checks = self.optimizer.gradient_checks if self.optimizer and task.training else None
         has_hooks = self.buckets is not None and self.buckets.has_hooks
         if checks is None or not (checks.is_first or has_hooks) or self._is_whole(batch):
-            return nullcontext(False)
+            return nullcontext(task.training and self.kept_state is not None and self.kept_state.is_active)
         return checks.watching(has_hooks=has_hooks)
 
     def _is_whole(self, batch: SplitBatch) -> bool:
@@ -495,17 +498,15 @@ class Engine(EngineParts):
         self, batch: SplitBatch, task: PipelineStep, program: RankProgram, losses_known: Callable[[StepResult], None]
     ) -> StepResult:
         recorder = None if self.recording is None else self.recording.recorder
-        checks = self.first_step
         if self.statistics.is_needed:
             self.statistics.begin()
         buffers = self.optimizer.replica_buffers if task.training and self.optimizer else None
         if buffers is not None:
             buffers.begin()
-        with self._noted(), checks.watched(self.model, batch, task.training) if checks else nullcontext():
+        is_watched = self.first_step is not None or (self.kept_state is not None and self.kept_state.is_active)
+        with self._noted(), self._watched(batch, task.training) if is_watched else nullcontext():
             result = self.executor.run(program, task, recorder, losses_known)
         self._share_buffers(task)
-        if task.training:
-            self.first_step = None
         return result
 
     @contextmanager

@@ -1,7 +1,7 @@
 """What the engine of a boosted model consists of, and what is asked of it beside its steps."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ from hybridpp_plugins.criterion_weights import CriterionWeights
 from hybridpp_plugins.engine_handle import CopiedModel
 from hybridpp_plugins.first_step_checks import FirstStepChecks
 from hybridpp_plugins.interruption import Interruption
+from hybridpp_plugins.kept_state_check import KeptStateCheck
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.model_info import OriginalModelInfo
 from hybridpp_plugins.nonfinite_report import NonFiniteDiagnosis
@@ -38,7 +39,7 @@ from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.optimizer_state import RunProgress
 from hybridpp_plugins.optimizer_step import SharedModes
 from hybridpp_plugins.schedule_planner import SchedulePlanner
-from hybridpp_plugins.step_epilogue import StepEpilogue
+from hybridpp_plugins.step_epilogue import FoundInPassError, StepEpilogue
 from hybridpp_plugins.step_problems import StepProblems
 from hybridpp_plugins.step_results import StepResults
 from hybridpp_plugins.trained_weights import TrainedWeights
@@ -72,6 +73,7 @@ class EngineParts:
         criteria: checks whether criteria have weights that train.
         signatures: how the model and criteria are called.
         first_step: checks the first training step; None after it.
+        kept_state: looks at what the forward keeps from call to call; None: no later step is watched.
         recording: records when actions run; None: no recording is active.
         is_running: whether a step is running.
         interruption: notes the error that ended a step, while other ranks wait for this one, or of whose messages some
@@ -112,6 +114,9 @@ class EngineParts:
         sent = None if self.optimizer is None else self.optimizer.replica_buffers
         keeps_buffers = self.optimizer is not None and (sent is None or not sent.has_buffers)
         self.first_step: FirstStepChecks | None = FirstStepChecks(self.model, self.layout, self.pipeline, keeps_buffers)
+        self.kept_state: KeptStateCheck | None = None
+        if self.optimizer is not None:
+            self.kept_state = KeptStateCheck(self.staged, self.layout)
         pipelines, placement, name = self.layout.pipelines, self.planner.placement, type(self.model).__name__
         check, control = self.criterion_check, self.layout.control
         problems = StepProblems(self.staged, pipelines, self.optimizer, check, self.diagnosis.diagnose, control)
@@ -119,6 +124,7 @@ class EngineParts:
             name, self.layout, placement, self.optimizer, self.criterion_check, problems.handle, self.device
         )
         self.epilogue.modes = SharedModes(self.model, self.staged.owners, placement)
+        self.epilogue.kept_state = self.kept_state
         world = self.layout.world
         self._stop = world.stop
         self._reader = BatchReader(self.layout.control, pipelines, self.pipeline, name, self._stop, world.progress)
@@ -184,6 +190,31 @@ class EngineParts:
         if self._sharded is not None:
             self._sharded.cancel()
         self.criterion_check.reduction = LossReduction.MEAN
+
+    @contextmanager
+    def _watched(self, batch: SplitBatch, training: bool) -> Iterator[None]:
+        """A context for the passes of a step, in which the first steps are looked at."""
+        with ExitStack() as stack:
+            if self.first_step is not None:
+                stack.enter_context(self.first_step.watched(self.model, batch, training))
+            if self.kept_state is not None and training:
+                stack.enter_context(self.kept_state.watching({one.num_samples for one in batch.microbatches}))
+            yield
+        if training:
+            self.first_step = None
+
+    def _end_checks(self) -> None:
+        """After a training step: end what looks at the first ones only."""
+        if self.kept_state is not None and self.kept_state.end():
+            self.kept_state = self.epilogue.kept_state = None
+
+    def _refusal(self) -> Exception | None:
+        """Why the passes of a step that was looked at are refused on all ranks; None: they are not."""
+        checks = None if self.optimizer is None else self.optimizer.gradient_checks
+        found = "" if checks is None else checks.refusal()
+        if self.kept_state is not None:
+            found = found or self.kept_state.refusal()
+        return FoundInPassError(found) if found else None
 
     def _leave_unfinished(
         self,

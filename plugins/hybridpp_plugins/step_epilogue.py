@@ -17,6 +17,7 @@ from hybridpp.pipeline.rest_of_step import EndedInsideError
 from hybridpp_plugins.background_save import SaveStatus
 from hybridpp_plugins.coupled_loss import check_alike
 from hybridpp_plugins.criterion_check import CriterionCheck
+from hybridpp_plugins.kept_state_check import KeptStateCheck
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.loss_exchange import EvaluationLosses, LossExchange, MessageOf
 from hybridpp_plugins.manual_clipping import ManualScaling
@@ -91,6 +92,7 @@ class RankReport(NamedTuple):
         divided: what losses are divided by, over what was counted; 0: it does not show.
         modes: digest of what the script has set on the model, see
             :class:`~hybridpp_plugins.optimizer_step.ModelModes`; 0: nothing since boost.
+        keeps_state: 1 if it was found here that the forward keeps something for its next call.
     """
 
     failed: float = 0.0
@@ -106,21 +108,23 @@ class RankReport(NamedTuple):
     cleared: float = 0.0
     divided: float = 0.0
     modes: float = 0.0
+    keeps_state: float = 0.0
 
     def numbers(self) -> list[float]:
         """All of it as numbers."""
         rest = self.digest, self.wrote_buffer, self.save, self.stop, *self.weights, self.settings, self.cleared
-        return [self.failed, self.reduction, *self.scaled, *self.calls, *rest, self.divided, self.modes]
+        first = self.failed, self.reduction, *self.scaled, *self.calls
+        return [*first, *rest, self.divided, self.modes, self.keeps_state]
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> "RankReport":
         """The report, from its numbers."""
         failed, reduction, *after = numbers
         num_passes, applied_steps, called, *rest = after[_NUM_OF_SCALING:]
-        digest, wrote_buffer, save, stop, *weights, settings, cleared, divided, modes = rest
+        digest, wrote_buffer, save, stop, *weights, settings, cleared, divided, modes, keeps_state = rest
         scaled, calls = ManualScaling(*after[:_NUM_OF_SCALING]), OptimizerCalls(num_passes, applied_steps, called)
         first = failed, reduction, scaled, calls, digest, wrote_buffer, save, stop
-        return cls(*first, tuple(weights), settings, cleared, divided, modes)
+        return cls(*first, tuple(weights), settings, cleared, divided, modes, keeps_state)
 
 
 class RankLoss(NamedTuple):
@@ -301,6 +305,7 @@ class StepEpilogue:
         evaluations: the losses of evaluations.
         weight_check: compares copies of weights in some steps; None: in none.
         modes: of the model, which ranks compare in evaluation; None: nothing.
+        kept_state: tells what the forward keeps for its next call; None: nothing.
     """
 
     def __init__(
@@ -327,6 +332,7 @@ class StepEpilogue:
         self.saves: SaveStatus | None = None
         self.weight_check: WeightCheck | None = None
         self.modes: SharedModes | None = None
+        self.kept_state: KeptStateCheck | None = None
         self.evaluations = EvaluationLosses(device)
         self._latest: LossExchange | None = None
         self._calls = {training: f"at the end of {step_call(model_name, training)}" for training in (True, False)}
@@ -356,6 +362,7 @@ class StepEpilogue:
             stop=float(self._stop.own),
             cleared=0.0 if optimizer is None else optimizer.cleared_digest,
             modes=0.0 if optimizer is None or optimizer.modes is None else optimizer.modes.digest,
+            keeps_state=float(task.training and self.kept_state is not None and self.kept_state.has_found),
             settings=-1.0 if task.training or self.modes is None else self.modes.number(),
         )
 
@@ -484,6 +491,8 @@ class StepEpilogue:
             self.weight_check.compare([report.weights for report in summary.reports])
         if optimizer is not None and optimizer.replica_buffers is not None:
             optimizer.replica_buffers.agree(any(report.wrote_buffer for report in summary.reports))
+        if self.kept_state is not None and any(report.keeps_state for report in summary.reports):
+            self.kept_state.tell()
         if optimizer is not None and self.saves is not None and self.saves.current is not None:
             self.saves.heard([report.save for report in summary.reports])
         return torch.tensor(summary.loss, dtype=torch.float32).to(self._device, non_blocking=True)
