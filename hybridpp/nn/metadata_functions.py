@@ -1,4 +1,6 @@
-"""Functions of a tensor that need none of its values."""
+"""What torch's functions do with tensors: which need no values, which write to one."""
+
+from typing import Any
 
 from torch import Tensor
 
@@ -25,3 +27,12 @@ METADATA_FUNCTIONS = frozenset(
     }
 )
 """As ``__torch_function__`` is given them."""
+
+# ``__iadd__`` and the like; not ``__iter__``, ``__invert__``.
+_OPERATORS = frozenset(("__setitem__", *(f"__i{name[2:]}" for name in dir(Tensor) if name.startswith("__"))))
+
+
+def writes_first_argument(func: Any) -> bool:
+    """Whether a torch function writes to its first argument in place, by its name."""
+    name: str = getattr(func, "__name__", "")
+    return name in _OPERATORS or (name.endswith("_") and not name.endswith("__"))

@@ -27,6 +27,7 @@ from hybridpp.nn.contents import attributes_of, is_container, is_same, items_of,
 from hybridpp.nn.names import OWN_PACKAGES
 from hybridpp.nn.snapshot import MISSING, holders, put_entry
 from hybridpp.nn.torch_private import WrappedLoadHook, storage_id
+from hybridpp.nn.walk import ScriptListing
 
 _PLAIN = frozenset((NoneType, bool, int, str, bytes, torch.device))
 _SEQUENCES = frozenset((tuple, list, torch.Size))
@@ -141,6 +142,8 @@ class Structure:
             value = attributes[name]
             is_of_all = name in _OF_ALL_MODULES and isinstance(value, dict)
             if (is_of_all and not value) or (id(attributes), name) in self._leave_out:  # most are empty
+                continue
+            if isinstance(value, ScriptListing):  # no script's, and only where other ranks have something
                 continue
             if not is_of_all:
                 kind = type(value)

@@ -19,6 +19,11 @@ _LISTING = tuple(
 )
 
 
+class ScriptListing:
+    """What stands on a module in the place of one of these methods, for scripts: not for who calls functions of this
+    file."""
+
+
 def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """``[*model.named_modules()]``: one that is registered twice has its first name."""
     if _lists_itself(model):
@@ -65,7 +70,10 @@ def submodule(model: nn.Module, name: str) -> nn.Module:
 
 def _lists_itself(model: nn.Module) -> bool:
     own, kind = vars(model), type(model)
-    return any(name in own or getattr(kind, name) is not method for name, method in _LISTING)
+    return any(
+        getattr(kind, name) is not method or (name in own and not isinstance(own[name], ScriptListing))
+        for name, method in _LISTING
+    )
 
 
 def _names(model: nn.Module) -> dict[nn.Module, str]:

@@ -4,16 +4,17 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import NoneType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from hybridpp.errors import ConfigError
-from hybridpp.nn.metadata_functions import METADATA_FUNCTIONS
-from hybridpp.nn.torch_private import DisableTorchFunctionSubclass, is_view
+from hybridpp.nn.metadata_functions import METADATA_FUNCTIONS, writes_first_argument
+from hybridpp.nn.torch_private import DisableTorchFunctionSubclass, current_graph_task_id, is_view, pytree
 from hybridpp.partition.containers import tensors_in
-from hybridpp.partition.taint import writes_first_argument
+
+_T = TypeVar("_T")
 
 
 def _never() -> bool:
@@ -28,10 +29,12 @@ class ParameterVisibility:
     Attributes:
         shows_all: whether all are included.
         has_computed: whether something was computed with what this rank does not have since all were last shown.
+        of_several: the ids of this rank's parameters that others have, too.
     """
 
     def __init__(self) -> None:
         self.shows_all = self.has_computed = False
+        self.of_several: frozenset[int] = frozenset()
         self._is_in_unit: Callable[[], bool] = _never
 
     @property
@@ -55,6 +58,16 @@ class ParameterVisibility:
         finally:
             self.shows_all, self._is_in_unit = before
 
+    def listed(self, listing: Iterable[_T]) -> Iterable[_T]:
+        """What a generator lists, with all included."""
+        if self.shows_all:
+            return listing
+        self.shows_all = True
+        try:
+            return iter([*listing])
+        finally:
+            self.shows_all = False
+
 
 class AbsentTensor(Tensor):
     """Stands for a parameter that only ranks of other stages have, for a buffer that their units write to, or for what
@@ -64,6 +77,9 @@ class AbsentTensor(Tensor):
     shown which stages use which parameters. So none is used where it counts (in a unit of this stage, in what the model
     returns, for a Python number), unless the forward differs from its trace; then it is refused, as it is in all other
     code. Numbers are NaN, for functions that lose the class.
+
+    A script may go over the parameters of a module inside the model on every rank alike: between steps, writes to one
+    do nothing, as its own ranks write it, and what is computed with one without gradients is one, too.
 
     Attributes:
         full_name: of the parameter or buffer.
@@ -81,21 +97,26 @@ class AbsentTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         with DisableTorchFunctionSubclass():
+            if func in _SAME_SHAPE and args and isinstance(args[0], AbsentTensor) and args[0].is_outside_of_steps:
+                return args[0].like(func(*args, **kwargs))
             if func in _WITHOUT_VALUES or (func in _LIKE_SECOND and args and not isinstance(args[0], AbsentTensor)):
                 return func(*args, **kwargs)
             absent = next((one for one in tensors_in((args, kwargs)) if isinstance(one, AbsentTensor)), None)
             if absent is None:
                 return func(*args, **kwargs)
+            if absent.is_outside_of_steps:
+                return _outside_of_steps(absent, func, args, kwargs)
             writes = bool(args) and (writes_first_argument(func) or func in _SETTERS)
             targets = [*(tensors_in(args[0]) if writes else ()), *tensors_in(kwargs.get("out"))]
             if func not in _SETTERS and any(map(_has_one_number, targets)):
                 if absent.is_buffer:
                     return args[0]
-                raise absent.refusal(in_step=False)
+                raise absent.refusal_of_source()
             if func in _SAME and absent.is_buffer:
                 return _pass_on(func(*args, **kwargs), absent)
-            is_kept = func in _KEEPING or any(isinstance(one, nn.Parameter) for one in targets)
-            if is_kept or not absent.visibility.computes:
+            if any(isinstance(one, nn.Parameter) for one in targets):
+                raise absent.refusal_of_source()
+            if func in _KEEPING or not absent.visibility.computes:
                 raise absent.refusal(absent.visibility.shows_all)
             result = func(*args, **kwargs)
             made = tensors_in(result)
@@ -106,6 +127,15 @@ class AbsentTensor(Tensor):
                     _pass_on(one, absent)
             absent.visibility.has_computed = True
             return result
+
+    @property
+    def is_outside_of_steps(self) -> bool:
+        """Whether neither a forward nor a backward pass runs."""
+        return not self.visibility.shows_all and current_graph_task_id() == -1
+
+    def like(self, made: Tensor) -> Tensor:
+        """What stands for a tensor that was computed with this one."""
+        return absent_tensor(made, self.full_name, self.visibility, made.device, made.dtype, is_buffer=self.is_buffer)
 
     def refusal(self, in_step: bool) -> ConfigError:
         """The error for code that uses its values, in a forward or backward pass of the model or elsewhere."""
@@ -128,12 +158,87 @@ class AbsentTensor(Tensor):
             f"{start}: with pp_size > 1 a rank has the values of its own stages only, those that "
             "model.named_parameters() lists on it. Change weights by going over these, on every rank; "
             "booster.save_model writes all. A penalty of weights is returned by the model's forward, whose code finds "
-            "all if every forward computes it."
+            f"all if every forward computes it. {_PAIRS}"
+        )
+
+    def refusal_of_source(self) -> ConfigError:
+        """The error for code that computes with it and with values of this rank."""
+        if self.is_buffer:
+            return self.refusal(in_step=False)
+        return ConfigError(
+            f"{self.full_name} is a parameter of another stage, and is written, or used with what is on this one: with "
+            f"pp_size > 1 no rank has the values of both. {_PAIRS} A forward writes to weights of its own block only. "
+            "Between steps, what is of neither stage (a mask, noise) is used in place: parameter.mul_(mask)."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         visibility = copy.deepcopy(self.visibility, memo)
         return absent_tensor(self, self.full_name, visibility, self.device, self.dtype, is_buffer=self.is_buffer)
+
+
+_PAIRS = (
+    "A weight that follows one of another stage (a teacher, a target network in the model) needs both on one rank: "
+    "use pp_size=1 (tp_size and zero_stage divide weights, too), or schedule='interleaved' with layers_per_stage "
+    "such that equal layers of both are on stages of one rank. For averages of all weights: booster.averaged(model)."
+)
+
+
+def _outside_of_steps(absent: AbsentTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a function of torch comes to where a script calls it with what is not here."""
+    if writes_first_argument(func) or func in _SETTERS:
+        # Functions of torch.nn.init are given all arguments by name.
+        target, *sources = args or kwargs.values()
+        named = kwargs if args else {}
+        if isinstance(target, list | tuple):
+            return _write_to_some(absent, func, target, sources, named)
+        if not isinstance(target, AbsentTensor):
+            raise absent.refusal(in_step=False)
+        if func is not _GRAD.__set__:
+            _refuse_own((sources, named), target)
+        if func in _DRAWING:  # so that ranks go on with equal generators
+            func(torch.empty(target.shape, dtype=target.dtype, device=target.device), *sources, **named)
+        return target
+    if func in _KEEPING or tensors_in(kwargs.get("out")) or (absent.is_buffer and func not in _SAME):
+        raise absent.refusal(in_step=False)
+    # Else nobody could tell on this rank whether a tensor of the script's comes from a weight of this stage.
+    if any(not isinstance(one, AbsentTensor) and one.dim() for one in tensors_in((args, kwargs))):
+        raise absent.refusal_of_source()
+    result = func(*args, **kwargs)
+    made = tensors_in(result)
+    if any(one.requires_grad for one in made):
+        raise absent.refusal(in_step=False)
+    if not made and not isinstance(result, _WITHOUT_NUMBERS) and not _is_empty(result):
+        raise absent.refusal(in_step=False)
+    return pytree.tree_map(lambda one: absent.like(one) if isinstance(one, Tensor) else one, result)
+
+
+def _write_to_some(
+    absent: AbsentTensor, func: Any, targets: list[Any] | tuple[Any, ...], others: list[Any], named: dict[str, Any]
+) -> Any:
+    """Let a function of lists of tensors (``torch._foreach_lerp_``) write to those that are here."""
+    here = [not isinstance(one, AbsentTensor) for one in targets]
+
+    def chosen(argument: Any) -> Any:
+        is_parallel = isinstance(argument, list | tuple) and len(argument) == len(here)
+        return [one for one, is_here in zip(argument, here, strict=True) if is_here] if is_parallel else argument
+
+    for number, target in enumerate(targets):
+        if not here[number]:
+            rest = [one[number] for one in (*others, *named.values()) if isinstance(one, list | tuple)]
+            _refuse_own(rest, target)
+    used = [chosen(one) for one in others], {key: chosen(one) for key, one in named.items()}
+    if any(isinstance(one, AbsentTensor) for one in tensors_in(used)):
+        raise absent.refusal(in_step=False)
+    if any(here):
+        func(chosen(targets), *used[0], **used[1])
+    return targets
+
+
+def _refuse_own(sources: Any, target: AbsentTensor) -> None:
+    """Refuse to write to a parameter of another rank what this one has, unless that has it, too."""
+    for one in tensors_in(sources):
+        if isinstance(one, nn.Parameter) and id(one) not in target.visibility.of_several:
+            raise target.refusal_of_source()
 
 
 def absent_tensor(
@@ -216,15 +321,20 @@ def _of_tensors(*names: str) -> set[Any]:
 _GRAD, _REQUIRES_GRAD, _DATA = (cast(Any, getattr(Tensor, name)) for name in ("grad", "requires_grad", "data"))
 _SETTERS = frozenset((_GRAD.__set__, _DATA.__set__))
 _SAME = frozenset((_DATA.__get__, Tensor.detach))
+_DRAWING = _of_tensors(
+    *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
+) | {one for name, one in vars(nn.init).items() if name.endswith("_") and callable(one)}
 # A text, and gradients.
 _KEEPING = frozenset((Tensor.__format__, Tensor.backward))
 # What these make has the values of the first argument only.
 _LIKE_SECOND = frozenset((Tensor.to, Tensor.type_as, Tensor.view_as, Tensor.expand_as, Tensor.reshape_as))
+# What these make has a number for each of the first argument's.
+_SAME_SHAPE = _of_tensors("empty_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like")
 _WITHOUT_NUMBERS = (NoneType, torch.Size, torch.dtype, torch.device, torch.layout, type)
 _WITHOUT_VALUES = (
     METADATA_FUNCTIONS
     | {_GRAD.__get__, _REQUIRES_GRAD.__set__, Tensor.requires_grad_, Tensor.register_hook, Tensor.__repr__}
-    | _of_tensors("empty_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like")
+    | _SAME_SHAPE
     | _of_tensors("new_empty", "new_empty_strided", "new_ones", "new_zeros")
     | _of_tensors("data_ptr", "dense_dim", "dim", "dim_order", "get_device", "has_names", "is_coalesced", "is_complex")
     | _of_tensors("is_conj", "is_contiguous", "is_distributed", "is_floating_point", "is_inference", "is_neg")

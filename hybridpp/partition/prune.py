@@ -1,6 +1,6 @@
 """Remove from a model what other stages own."""
 
-from collections.abc import Collection, ItemsView, Mapping, Sequence
+from collections.abc import Callable, Collection, ItemsView, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,26 @@ class _OwnedTensors(dict[str, Any]):
         return (kept | self).items()
 
 
+class WholeListing(walk.ScriptListing):
+    """``named_parameters`` or ``named_buffers`` of a module inside the model, which also lists what others own.
+
+    So a script that goes over two modules at once finds the pairs of one process, and one that counts or freezes finds
+    all. The model itself lists what is owned: what optimizers, states and norms of gradients are made of.
+
+    Args:
+        module: whose method this is.
+        method: that of the module's class.
+        visibility: of the model's parameters and buffers.
+    """
+
+    def __init__(self, module: nn.Module, method: Callable[..., Iterable[Any]], visibility: ParameterVisibility):
+        self._module, self._method, self._visibility = module, method, visibility
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Iterable[Any]:
+        """As torch's method."""
+        return self._visibility.listed(self._method(self._module, *args, **kwargs))
+
+
 def prune_parameters(
     model: nn.Module,
     owners: Mapping[str, tuple[int, ...]],
@@ -71,6 +91,10 @@ def prune_parameters(
     placeholders = {
         id(p): absent_tensor(p, name, visibility, device, dtypes.get(id(p), p.dtype)) for name, p in foreign.items()
     }
+    visibility.of_several = (
+        frozenset(id(one) for name, one in walk.named_parameters(model) if not own_stages.issuperset(owners[name]))
+        - placeholders.keys()
+    )
     for module in walk.modules(model):
         _free_parameters(module, placeholders, visibility)
     own = _outside(model, foreign_units)
@@ -78,6 +102,12 @@ def prune_parameters(
         for name, module in walk.named_modules(walk.submodule(model, unit)):
             if buffers_of(module) and module not in own:
                 _hide_buffers(module, qualified(unit, name), device, visibility, written)
+    for module in walk.modules(model)[1:]:
+        inner = walk.modules(module)
+        if any(isinstance(parameters_of(one), _OwnedTensors) for one in inner):
+            vars(module)["named_parameters"] = WholeListing(module, type(module).named_parameters, visibility)
+        if any(isinstance(buffers_of(one), _OwnedTensors) for one in inner):
+            vars(module)["named_buffers"] = WholeListing(module, type(module).named_buffers, visibility)
     return visibility
 
 

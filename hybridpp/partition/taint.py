@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hybridpp.errors import PartitionError
+from hybridpp.nn.metadata_functions import writes_first_argument
 from hybridpp.nn.torch_private import FakeTensor, storage_id, unwrapped
 from hybridpp.partition.containers import tensors_in
 from hybridpp.partition.derivatives import GRAD, stand_ins
@@ -199,9 +200,3 @@ def _memory(tensor: Tensor) -> int:
     """Identifies the memory that a tensor shares with its views."""
     tensor = unwrapped(tensor)
     return storage_id(tensor) if tensor.layout is torch.strided else id(tensor)
-
-
-def writes_first_argument(func: Any) -> bool:
-    """Whether a torch function writes to its first argument in place, by its name."""
-    name: str = getattr(func, "__name__", "")
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")

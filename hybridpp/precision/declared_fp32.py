@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hybridpp.nn import walk
+from hybridpp.nn.torch_private import buffers_of, parameters_of
 
 _ALWAYS, _PLAIN = "_keep_in_fp32_modules_strict", "_keep_in_fp32_modules"
 _Matches = Callable[[str], bool]
@@ -47,8 +48,10 @@ class DeclaredFp32(NamedTuple):
                     modules.update(walk.modules(module))
                     continue
                 prefix = f"{name}." if name else ""
-                own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-                tensors.update(id(tensor) for key, tensor in own if matches(prefix + key))
+                own = {**parameters_of(module), **buffers_of(module)}
+                tensors.update(
+                    id(tensor) for key, tensor in own.items() if tensor is not None and matches(prefix + key)
+                )
         if not modules:
             return cls(frozenset(), frozenset(tensors))
         shared = {

@@ -12,7 +12,7 @@ from hybridpp.config import Precision
 from hybridpp.errors import ConfigError
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.nn import walk
-from hybridpp.nn.torch_private import APPLY, BatchNorm, apply_of_class, transient_buffers_of
+from hybridpp.nn.torch_private import APPLY, BatchNorm, apply_of_class, buffers_of, parameters_of, transient_buffers_of
 from hybridpp.precision.declared_fp32 import DeclaredFp32
 from hybridpp.precision.module_dtypes import ModuleDtypes
 from hybridpp.text_table import text_table
@@ -63,10 +63,12 @@ def dtype_changes(
         derived = transient_buffers_of(module)
         buffers = [
             buffer
-            for name, buffer in module.named_buffers(recurse=False)
-            if name not in derived and not (was_half and buffer.dtype is torch.float32)
+            for name, buffer in buffers_of(module).items()
+            if buffer is not None and name not in derived and not (was_half and buffer.dtype is torch.float32)
         ]
-        for tensor in (*module.parameters(recurse=False), *buffers):
+        for tensor in (*parameters_of(module).values(), *buffers):
+            if tensor is None:
+                continue
             after = torch.float32 if id(tensor) in declared else target
             if tensor.is_floating_point() and tensor.dtype is not after:
                 changed[id(tensor)] = after

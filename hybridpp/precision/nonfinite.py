@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hybridpp.nn.torch_private import pytree
+from hybridpp.nn import walk
+from hybridpp.nn.torch_private import parameters_of, pytree
 
 # Orders after every module of a stage.
 _END = 2**31
@@ -73,7 +74,7 @@ class NonFiniteDetector:
             for name, inner in module.named_modules():
                 if inner is not module:
                     self._inner[f"{unit}.{name}" if unit else name] = inner
-                for parameter in inner.parameters(recurse=False):
+                for parameter in parameters_of(inner).values():
                     self._owners.setdefault(parameters.get(id(parameter), ""), []).append(inner)
         self._order: dict[StepPosition, int] = {}
         self._began: dict[tuple[StepPosition, nn.Module], int] = {}
@@ -106,7 +107,7 @@ class NonFiniteDetector:
         for number, tensor in enumerate(_tensors((args, kwargs))):
             if kind := _kind(tensor):
                 self._find(0, self._next(), f"argument {number} of {name!r} holds {kind}")
-        for inner, parameter in self._units[name].named_parameters():
+        for inner, parameter in walk.named_parameters(self._units[name]):
             if kind := _kind(parameter):
                 self._find(0, self._next(), f"parameter {f'{name}.{inner}'.removeprefix('.')!r} holds {kind}")
         output = forward(*args, **kwargs)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hybridpp.config import Precision
 from hybridpp.errors import ConfigError
-from hybridpp.nn.torch_private import DisableTorchFunctionSubclass
+from hybridpp.nn.torch_private import DisableTorchFunctionSubclass, parameters_of
 from hybridpp.partition.containers import tensors_in
 from hybridpp.tensor_parallel import sharding_of
 from hybridpp_plugins.engine_handle import ENGINE
@@ -166,7 +166,7 @@ def _trainable(held: Any, name: str, levels: int, seen: set[int]) -> Iterator[tu
 def _of_module(module: nn.Module, name: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
     if ENGINE in vars(module):
         return
-    for key, parameter in module.named_parameters(recurse=False):
+    for key, parameter in parameters_of(module).items():
         yield from _trainable(parameter, f"{name}.{key}".strip("."), 0, seen)
     for key, child in module.named_children():
         yield from _trainable(child, f"{name}.{key}".strip("."), 0, seen)
@@ -196,7 +196,7 @@ def _of_method(owner: Any, function: Any) -> Iterator[tuple[str, Any]]:
     named = set(function.__code__.co_names)
     own = vars(owner) if hasattr(owner, "__dict__") else {}
     if isinstance(owner, nn.Module):
-        own = {**dict(owner.named_children()), **dict(owner.named_parameters(recurse=False))}
+        own = {**dict(owner.named_children()), **parameters_of(owner)}
     yield from ((key, value) for key, value in own.items() if key in named)
     yield from _of_function(function)
 

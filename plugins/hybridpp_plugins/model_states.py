@@ -1,18 +1,21 @@
 """``state_dict`` and ``load_state_dict`` of a boosted model, of which this rank has a part."""
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from hybridpp.errors import ConfigError
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.nn import walk
+from hybridpp.nn.names import qualified
 from hybridpp.nn.torch_private import buffers_of, parameters_of
 from hybridpp.tensor_parallel import sharding_of
 from hybridpp_plugins.trained_weights import TrainedWeights
+
+_T = TypeVar("_T", bound=Tensor)
 
 
 class ModelStates:
@@ -64,7 +67,7 @@ class ModelStates:
                 adapter.hooked(module, "hook that refuses state_dict", reading)
 
     def _before_reading(self, module: nn.Module, *_: Any) -> None:
-        if self._weights is not None and next(module.parameters(), None) is not None:
+        if self._weights is not None and walk.parameters(module):
             self._weights.check_readable("state_dict")
 
     def _before_loading(self, path: str, module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
@@ -77,7 +80,7 @@ class ModelStates:
                 if parameters_of(module).get(name) is None and buffers_of(module).get(name) is None:
                     state.pop(prefix + name, None)
             return
-        parameters = dict(module.named_parameters(remove_duplicate=False))
+        parameters = _named(module, parameters_of)
         for name in sorted(parameters.keys() & state.keys()):
             if self._sharded is not None and self._sharded.absent_part(parameters[name]) is not None:
                 raise ConfigError(
@@ -85,7 +88,7 @@ class ModelStates:
                     "Use `with booster.unsharded(model):` on every rank around it, or booster.load_model(model, path)."
                 )
         start = f"{path}." if path else ""
-        here = parameters.keys() | dict(module.named_buffers(remove_duplicate=False)).keys()
+        here = parameters.keys() | _named(module, buffers_of).keys()
         names = [name.removeprefix(start) for name in self._complete if name.startswith(start)]
         elsewhere = set(names) - here
         if not elsewhere.isdisjoint(state):
@@ -97,3 +100,13 @@ class ModelStates:
             sharding = self._shardings.get(start + name)
             if sharding is not None and isinstance(value, Tensor) and tuple(value.shape) == tuple(sharding.full_shape):
                 state[name] = sharding.take(value, self._tp_rank, allow_view=True)
+
+
+def _named(module: nn.Module, tensors_of: Callable[[nn.Module], Mapping[str, _T | None]]) -> dict[str, _T]:
+    """What this rank has of a module, by all names."""
+    return {
+        qualified(path, key): one
+        for path, inner in module.named_modules(remove_duplicate=False)
+        for key, one in tensors_of(inner).items()
+        if one is not None
+    }

@@ -18,6 +18,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hybridpp.cluster import Group, gather_numbers, gather_objects, name_ranks
 from hybridpp.errors import ConfigError
+from hybridpp.nn.torch_private import parameters_of
+from hybridpp.nn.walk import ScriptListing
 from hybridpp.plugin import Boosted
 from hybridpp_plugins.replica_loader import ReplicaDataLoader
 
@@ -224,7 +226,7 @@ def model_facts(model: nn.Module, root: str) -> Facts:
 def _module(module: nn.Module, seen: set[int]) -> dict[str, str]:
     found = {"class": _name_of(type(module)), "training": repr(module.training)}
     for name, value in vars(module).items():
-        if name in _OF_ALL_MODULES or name.startswith("_"):
+        if name in _OF_ALL_MODULES or name.startswith("_") or isinstance(value, ScriptListing):
             continue
         kind = type(value)
         if kind is bool or kind is int or kind is float:  # most are
@@ -235,8 +237,9 @@ def _module(module: nn.Module, seen: set[int]) -> dict[str, str]:
                 found |= {f"{name}.{key}": described(one) for key, one in _plain_items(to_dict()).items()}
         elif not isinstance(value, nn.Module | Tensor) and not _is_of_host(name, value):
             found[name] = described(_plain_items(value) if isinstance(value, Mapping) else value)
-    for name, parameter in module.named_parameters(recurse=False):
-        found[f"{name}.requires_grad"] = repr(parameter.requires_grad)
+    for name, parameter in parameters_of(module).items():
+        if parameter is not None:
+            found[f"{name}.requires_grad"] = repr(parameter.requires_grad)
     return found
 
 

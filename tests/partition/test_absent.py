@@ -142,7 +142,7 @@ def test_a_weight_of_this_stage_is_not_made_of_those_of_others():
                 net.emb.bias.copy_(net.blocks[3].bias)
         return net.emb(x)
 
-    with pytest.raises(ConfigError, match=NAMED.format(r"blocks\.3\.bias")):
+    with pytest.raises(ConfigError, match=r"^blocks\.3\.bias is a parameter of .*own block only"):
         run(cut(type("Late", (Net,), {"before": before})))
 
 
@@ -171,6 +171,17 @@ def test_container_code_may_not_read_what_other_stages_write_to_buffers():
     results, *_ = run(cut(type("OfItsStage", (Reader,), {"number": 3})))
     whole = type("OfItsStage", (Reader,), {"number": 3})()
     assert results == [whole(X) for _ in range(3)]
+
+
+def test_a_weight_of_another_stage_is_not_written_by_a_forward():
+    def before(net, x):
+        with torch.no_grad():
+            if net.is_late:
+                net.blocks[3].bias.lerp_(net.emb.bias, 0.1)
+        return net.emb(x)
+
+    with pytest.raises(ConfigError, match=r"^blocks\.3\.bias is a parameter of .*own block only"):
+        run(cut(type("Following", (Net,), {"before": before})))
 
 
 class Container(Net):
@@ -243,7 +254,7 @@ def test_what_is_computed_with_an_absent_tensor_is_absent():
         ):
             with pytest.raises(ConfigError, match=NAMED.format("w")):
                 read()
-        with pytest.raises(ConfigError, match="Change weights by going over these"):
+        with pytest.raises(ConfigError, match="writes to weights of its own block only"):
             weight.data.mul_(2)
     with pytest.raises(ConfigError, match=NAMED.format("w")):
         refuse_absent({"out": [target]})

@@ -13,6 +13,7 @@ CPU = torch.device("cpu")
 
 
 def make_model():
+    torch.manual_seed(0)
     model = nn.ModuleDict({"a": nn.Linear(2, 3), "norm": nn.BatchNorm1d(3), "b": nn.Linear(3, 2)})
     model["b"].register_buffer("angles", torch.arange(3.0))
     model["b"].register_buffer("calls", torch.zeros(2))
@@ -122,17 +123,69 @@ def test_values_of_a_pruned_parameter_are_refused_outside_of_the_forward():
     absent = model["b"].weight
     assert (absent.numel(), absent.grad, len(absent), absent.is_leaf) == (6, None, 2, True)
     absent.requires_grad = False
+    own = model["a"].weight.detach()
     for act in (
-        lambda: absent.norm(),
-        lambda: absent.detach(),
-        lambda: absent.data,
-        lambda: torch.stack([model["a"].bias.sum(), absent.sum()]),
-        lambda: model["b"].reset_parameters(),
+        lambda: float(absent.norm()),
+        lambda: bool(absent.isnan().any()),
+        lambda: absent.detach().tolist(),
+        lambda: own.add_(absent.norm()),
+        lambda: torch.add(own, absent.sum(), out=own),
+        lambda: torch._foreach_add_([own], [absent.sum()]),
+        lambda: model["a"].bias.detach() + absent.sum(),
         lambda: model["b"](torch.ones(1, 3)),
-        lambda: nn.init.zeros_(absent),
     ):
         with pytest.raises(ConfigError, match=r"^b\.weight is a parameter of another stage"):
             act()
+    absent.requires_grad_().grad = None
+    with pytest.raises(ConfigError, match=r"^b\.weight is a parameter of another stage"):
+        absent.norm()
+
+
+def test_all_ranks_may_go_over_parameters_of_a_part_and_write_to_them():
+    states = []
+    for make in (make_model, lambda: stage(0, {"norm", "b"}), lambda: stage(1, {"a", "tied"})):
+        model = make()
+        named = dict(model["b"].named_parameters())
+        assert [tuple(one.shape) for one in named.values()] == [(2, 3), (2,)]
+        assert all(p is q for p, q in zip(model["b"].parameters(), named.values(), strict=True))
+        assert len([*copy.deepcopy(model["b"]).parameters()]) == 2
+        with torch.no_grad():
+            model["b"].reset_parameters()
+            for one in model["b"].parameters():
+                one.mul_(0.5).clamp_(max=0.2)
+                one.div_(one.norm())
+                one.data = one.data - 0.1 * torch.rand_like(one)
+                one.add_(torch.randn_like(one))
+            torch._foreach_mul_([*model["a"].parameters(), *model["b"].parameters()], 0.5)
+        model["a"].requires_grad_(False)
+        model["a"].zero_grad()
+        states.append((dict(model.named_parameters()), torch.rand(1)))
+    (whole, drawn), *others = states
+    for state, number in others:
+        assert torch.equal(number, drawn)
+        assert all(torch.equal(one, whole[name]) for name, one in state.items())
+
+
+@pytest.mark.parametrize(
+    "follow",
+    [
+        lambda teacher, weight: teacher.copy_(weight),
+        lambda teacher, weight: torch._foreach_lerp_([teacher], [weight], 0.1),
+        lambda teacher, weight: teacher.data.mul_(0.9).add_(weight, alpha=0.1),
+        lambda teacher, weight: setattr(teacher, "data", teacher.data * 0.9 + weight.data * 0.1),
+    ],
+)
+def test_a_weight_that_follows_one_of_another_stage_is_refused_on_both(follow):
+    with torch.no_grad():
+        for number, foreign, message in ((0, {"norm", "b"}, "norm.bias"), (1, {"a", "tied"}, "a.bias")):
+            model = stage(number, foreign)
+            (_, weight), (_, teacher) = model["a"].parameters(), model["norm"].parameters()
+            with pytest.raises(
+                ConfigError, match=f"^{message} is a parameter of another stage.* needs both on one rank"
+            ):
+                follow(teacher, weight)
+            follow(model["norm"].bias, model["norm"].weight)
+    model["b"].bias.detach().copy_(model.scale)  # which both have
 
 
 def test_a_parameter_tied_to_another_unit_is_gone_from_both():

@@ -5,6 +5,7 @@
 
 import copy
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -273,6 +274,58 @@ def test_a_parameter_that_was_swapped_with_another_trains_on(settings):
             torch.testing.assert_close(weight.float(), before - 0.5 * gradient, atol=4e-3, rtol=1e-2)
 
     Loopback(2).run(run)
+
+
+class Towers(nn.Module):
+    """A network, and one that follows it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.online = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()) for _ in range(4)))
+        self.target = copy.deepcopy(self.online).requires_grad_(False).eval()
+
+    def forward(self, x):
+        return self.online(x) - self.target(x)
+
+    @torch.no_grad()
+    def follow(self):
+        for weight, followed in zip(self.target.parameters(), self.online.parameters(), strict=True):
+            weight.lerp_(followed, 0.3)
+        for buffer, followed in zip(self.target.buffers(), self.online.buffers(), strict=True):
+            buffer.copy_(followed)
+
+
+def square_mean(outputs, inputs):
+    return outputs.square().mean()
+
+
+def test_networks_that_follow_others_need_both_on_one_rank(tmp_path):
+    from safetensors.torch import load_file
+
+    def train(follow, **settings):
+        model = Towers()
+        x = torch.randn(8, 4)
+        sgd = partial(torch.optim.SGD, lr=0.5)
+        booster, model, optimizer = boosted(model, lambda _: sgd(model.online.parameters()), (x,), **settings)
+        for _ in range(3):
+            booster.execute_pipeline(iter([(x,)]), model, square_mean, optimizer)
+            optimizer.step()
+            follow(model)
+        name = f"{len(settings)}.safetensors"
+        booster.save_model(model, tmp_path / name)
+        return load_file(tmp_path / name)
+
+    pipeline = {"pp_size": 2, "schedule": "interleaved", "layers_per_stage": [2, 2, 2, 2]}
+    whole = Loopback(1).run(lambda: train(Towers.follow))[0]
+    cut = Loopback(2).run(lambda: train(Towers.follow, **pipeline))[0]
+    torch.testing.assert_close(cut, whole)
+
+    def refused(model):
+        with pytest.raises(ConfigError, match=r"^(online|target)\.\d.* is a parameter of another stage.*'inter"):
+            model.follow()
+
+    Loopback(2).run(lambda: train(refused, pp_size=2))
 
 
 def test_what_numpy_writes_to_weights_that_are_not_there_is_refused():
