@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +17,101 @@ from hybridpp.data_parallel.layout import BucketLayout, ShardLayout
 from hybridpp.data_parallel.replicas import Replicas
 from hybridpp.errors import ConfigError
 from hybridpp.nn.bit_hash import bit_hash
-from hybridpp.nn.torch_private import version_of
+from hybridpp.nn.metadata_functions import writes_first_argument
+from hybridpp.nn.torch_private import DisableTorchFunctionSubclass, pytree, version_of
 
 # Stands, in the place of a unit, for the weights that no unit has for itself.
 _REST = -1
 
 
+_DATA: Any = Tensor.data  # torch declares no property
+_SAME = frozenset((_DATA.__get__, Tensor.detach))
+_ALLOWED = frozenset((Tensor.requires_grad_, Tensor.detach_, Tensor.share_memory_))
+
+
+def _refuse_write(name: str) -> NoReturn:
+    raise ConfigError(
+        f"{name} was written while it was not there: with zero_stage=3 replicas divide weights. Write in place, inside "
+        "`with booster.unsharded(model):`, on every rank."
+    )
+
+
+class FreedTensor(Tensor):
+    """The ``data`` of a parameter that is not there: NaN that takes no memory. Whoever writes to it is refused.
+
+    Attributes:
+        freed_name: of the parameter.
+    """
+
+    freed_name: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with DisableTorchFunctionSubclass():
+            if func not in _ALLOWED and writes_first_argument(func):
+                for one in pytree.tree_leaves(args[:1] or next(iter(kwargs.values()))):
+                    if isinstance(one, FreedTensor | FreedParameter):
+                        _refuse_write(one.freed_name)
+            made = func(*args, **kwargs)
+            return _freed(made, args[0].freed_name) if func in _SAME else made
+
+
+class FreedParameter(nn.Parameter):
+    """A parameter that is not there: where its class is set, a plain one becomes one, and the other way round.
+
+    The methods that write refuse. It has no ``__torch_function__``, which all reads of attributes in a step would call.
+
+    Attributes:
+        freed_name: its name.
+    """
+
+    freed_name: str
+
+    @property
+    def data(self) -> Tensor:
+        """NaN that cannot be written."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _DATA.__set__(self, value)
+        _there(self)
+
+    def detach(self) -> Tensor:
+        """NaN that cannot be written."""
+        return _freed(super().detach(), self.freed_name)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse_write(self.freed_name)
+
+
+for _name in dir(Tensor):
+    if writes_first_argument(_method := getattr(Tensor, _name)) and _method not in _ALLOWED and callable(_method):
+        setattr(FreedParameter, _name, FreedParameter._refuse)
+
+
+def _freed(tensor: Tensor, name: str) -> Tensor:
+    made: Any = tensor
+    made.__class__ = FreedTensor
+    made.freed_name = name
+    return tensor
+
+
+def _there(parameter: nn.Parameter) -> None:
+    """Make a plain parameter of one that has values now."""
+    if type(parameter) is FreedParameter:
+        del vars(parameter)["freed_name"]
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]  # what it was
+
+
 class WeightBucket:
     """The weights of a bucket: always this replica's segment, and all of them while somebody uses them.
 
-    While nobody does, the parameters are NaN and take no memory: reading them gives NaN, writing is an error.
+    While nobody does, the parameters are NaN and take no memory: reading them gives NaN, writing is an error
+    (:class:`FreedParameter`).
 
     Args:
         layout: where the weights lie.
@@ -62,8 +148,11 @@ class WeightBucket:
         self._free()
 
     def _free(self) -> None:
-        for parameter in self._parameters.values():
+        for name, parameter in self._parameters.items():
             parameter.data = self._absent.expand(parameter.shape)
+            if type(parameter) is nn.Parameter:
+                parameter.__class__ = FreedParameter
+                vars(parameter)["freed_name"] = name
         if self._current is self._flat:
             free_flat(self._flat)
         self._current, self._current_views = self._flat, self._views
@@ -138,6 +227,7 @@ class WeightBucket:
             self._work.wait()
             self._work = None
             for name, parameter in self._parameters.items():
+                _there(parameter)
                 parameter.data = self._current_views[name]
             self._note_versions()
 

@@ -276,6 +276,29 @@ def test_a_parameter_that_was_swapped_with_another_trains_on(settings):
     Loopback(2).run(run)
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda weight: weight.mul_(0.5),
+        lambda weight: weight.data.mul_(0.5),
+        lambda weight: weight.detach().lerp_(torch.zeros(40, 8), 0.5),
+        lambda weight: weight.data.__setitem__(0, 1.0),
+        nn.init.zeros_,
+    ],
+)
+def test_writes_to_weights_that_are_not_there_are_refused_by_name(write):
+    def run():
+        booster, model, optimizer = boosted(make_model(), sgd, (torch.zeros(1, 8),), zero_stage=3)
+        step(booster, model, optimizer)
+        with torch.no_grad(), pytest.raises(ConfigError, match=r"^0\.weight was written while .* booster\.unsharded"):
+            write(model[0].weight)
+        with booster.unsharded(model):
+            write(model[0].weight.detach())
+            assert type(model[0].weight) is nn.Parameter
+
+    Loopback(2).run(run)
+
+
 class Towers(nn.Module):
     """A network, and one that follows it."""
 
