@@ -42,6 +42,8 @@ _PART_WRITES = frozenset({"__setitem__"})
 _IN_PLACE = frozenset(
     {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"}
 ) | frozenset({"__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__setitem__", "data="})
+# Often without an effect.
+_CLAMPS = frozenset({"clamp_", "clip_", "clamp_min_", "clamp_max_", "renorm_"})
 # What needs none of the values.
 _ASIDE = frozenset(
     {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_ones"}
@@ -189,7 +191,14 @@ class KeptState:
         is_saved = self._is_saved(key)
         if not (all_read and is_saved) and not any(uses.is_read(one, is_saved) for one, _ in before.tensors):
             return False
-        return not uses.are_equal(before, now)
+        # An average of weights that begins as their copy is the same until they have been updated. What
+        # nn.Embedding(max_norm=...) writes is not seen, and depends on no earlier call.
+        if self._is_parameter(key) and not all_read:
+            return uses.is_set(before)
+        return uses.is_updated(before) or not uses.are_equal(before, now)
+
+    def _is_parameter(self, key: LeftKey) -> bool:
+        return key[1] in parameters_of(walk.submodule(self._model, key[0]))
 
     def _is_saved(self, key: LeftKey) -> bool:
         module = walk.submodule(self._model, key[0])
@@ -198,7 +207,7 @@ class KeptState:
         )
 
     def _kept(self, key: LeftKey, entry: _Entry | None = None, sizes: Collection[int] = ()) -> KeptValue:
-        shape = () if entry is None else self._shape_by_sample(key, entry, sizes)
+        shape = () if entry is None or self._is_parameter(key) else self._shape_by_sample(key, entry, sizes)
         return KeptValue(qualified(*key), self._is_saved(key), shape)
 
     def _shape_by_sample(self, key: LeftKey, entry: _Entry, sizes: Collection[int]) -> tuple[int, ...]:
@@ -284,6 +293,8 @@ class _Uses(WatchingMode):
         self._values: dict[int, Tensor] = {}
         self._read: set[int] = set()
         self._added: set[int] = set()
+        self._updated: set[int] = set()  # in place, of their old values
+        self._set: set[int] = set()
         self.written: set[int] = set()
         self.weights: set[str] = set()
 
@@ -293,6 +304,14 @@ class _Uses(WatchingMode):
     def is_read(self, tensor: Tensor, is_saved: bool) -> bool:
         """Whether its old values were read; those of a mean that is saved also if they are only added to."""
         return id(tensor) in self._read or (is_saved and id(tensor) in self._added and tensor.is_floating_point())
+
+    def is_updated(self, before: _Entry) -> bool:
+        """Whether a tensor was computed in place, of its old values."""
+        return any(id(one) in self._updated for one, _ in before.tensors)
+
+    def is_set(self, before: _Entry) -> bool:
+        """Whether a tensor was written to, in any way but to be clamped."""
+        return any(id(one) in self._set for one, _ in before.tensors)
 
     def are_equal(self, before: _Entry, now: _Entry) -> bool:
         """Whether the values are the same after the call."""
@@ -328,7 +347,7 @@ class _Uses(WatchingMode):
             return func(*args, **kwargs)
         is_in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
         for target in pytree.tree_leaves((kwargs.get("out"), args[:1] if is_in_place else ())):
-            self._note_write(target)
+            self._note_write(target, name)
         result = func(*args, **kwargs)
         first = self._origins.get(id(args[0])) if args else None
         is_of_first = first is not None and used in ([], [first])
@@ -344,7 +363,7 @@ class _Uses(WatchingMode):
             self._read.update(origin.root for origin in used)
         return result
 
-    def _note_write(self, target: Any) -> None:
+    def _note_write(self, target: Any, name: str) -> None:
         origin = self._origins.get(id(target))
         if origin is None or not origin.on_memory:
             return
@@ -352,6 +371,10 @@ class _Uses(WatchingMode):
             self.weights.add(self._names[origin.root])
             return
         self.written.add(origin.root)
+        if name not in _CLAMPS:
+            self._set.add(origin.root)
+            if name not in _OVERWRITES | _PART_WRITES | _ADDS:
+                self._updated.add(origin.root)
         root = self._roots[origin.root]
         if origin.root not in self._values and not has_no_data(root):
             self._values[origin.root] = root.detach().clone()

@@ -16,7 +16,8 @@ class Net(nn.Module):
         self.register_buffer("mean", torch.zeros(5))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
         self.register_buffer("queue", torch.zeros(5, 12))
-        self.frozen = nn.Parameter(torch.zeros(5), requires_grad=False)
+        self.frozen = nn.Parameter(torch.ones(5), requires_grad=False)
+        self.rows = nn.Embedding(7, 5, max_norm=0.5).requires_grad_(False)
         self.scale = nn.Parameter(torch.ones(5))
         self.h, self.state, self.table, self.stored, self.step, self.length = None, [], None, None, 0, 0
         self.use = use
@@ -57,6 +58,11 @@ def frozen_average(net, x):
     return x + net.frozen
 
 
+def average_of_weights(net, x):
+    net.frozen.data = net.frozen.data * 0.9 + net.scale.data * 0.1
+    return x + net.frozen
+
+
 def queue(net, x):
     start = int(net.count)
     net.queue[:, start : start + 2] = x.detach()[:2].T
@@ -81,6 +87,7 @@ STATE = {
     mean_through_data: {"mean"},
     sum_of_means: {"mean"},
     frozen_average: {"frozen"},
+    average_of_weights: {"frozen"},
     queue: {"queue", "count"},
     counter_in_use: {"step"},
     total_in_use: {"count"},
@@ -129,12 +136,18 @@ def counted(net, x):
 def normalised_weights(net, x):
     with torch.no_grad():
         net.scale.div_(net.scale.norm())
-    return x
+        net.frozen.clamp_(max=1.0)
+    return x * net.frozen
+
+
+def frozen_rows_of_a_norm(net, x):
+    return x + net.rows(torch.arange(len(x)))
 
 
 SILENT = [
     *(stored_for_a_log, set_before_it_is_read, made_once, made_equal_again, shape_of_the_last, counted),
     normalised_weights,
+    frozen_rows_of_a_norm,
 ]
 
 
