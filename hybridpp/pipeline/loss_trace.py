@@ -115,6 +115,8 @@ _ORDERING = frozenset(
     ]
 )
 _SIZES = frozenset(["size", "numel", "nelement", "shape"])
+# Their result has the numbers of their first argument in one order.
+_OTHER_SHAPES = frozenset(["getitem", "unsqueeze", "squeeze", "view", "reshape", "flatten", "to", "long", "int"])
 # Larger tensors that are no inputs are not kept as constants of a count.
 _MAX_CONSTANT = 2**20
 # Python has one object for all that are equal.
@@ -333,7 +335,7 @@ class LossTrace(WatchingMode):
         self._made = {}
         if name in _SIZES:
             return
-        if name == "arange":
+        if name == "arange" or (name in _OTHER_SHAPES and self._counts_up(args, result)):
             self._counting_up[id(result)] = weakref.ref(result)
         for position, one in enumerate(tensors_of(result)):
             call = Call(
@@ -361,8 +363,15 @@ class LossTrace(WatchingMode):
         return known if isinstance(known, Count) else None
 
     def _is_choice(self, index: Tensor) -> bool:
-        reference = self._counting_up.get(id(index))
-        return not isinstance(self._of(index), Count | _OfModel) and (reference is None or reference() is not index)
+        return not isinstance(self._of(index), Count | _OfModel) and not self._counts_up([index], index)
+
+    def _counts_up(self, args: Sequence[Any], result: Any) -> bool:
+        """Whether a tensor has the numbers of one that ``torch.arange`` has made, the first argument."""
+        reference = self._counting_up.get(id(args[0])) if args else None
+        if reference is None or reference() is not args[0] or result.numel() != args[0].numel():
+            return False
+        indices = args[1] if len(args) > 1 and isinstance(args[1], tuple) else ()
+        return not any(isinstance(one, Tensor | list) for one in (*indices, *args[1:2]))
 
     def _made_of(self, result: Any) -> Found:
         """What the current call made of the samples."""

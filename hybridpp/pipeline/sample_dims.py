@@ -398,7 +398,9 @@ def _all_rows(call: Call, index: Any, samples: SampleDim) -> SampleDim | None:
     if index.dtype in (torch.bool, torch.uint8):
         rows = index.nonzero()[:, 0] if not others else None
     else:
-        rows = index if index.dim() == 1 and all(one.dim() == 1 for one in others) else None
+        # All in its first dimension, which is the first of the result's.
+        is_first = index.dim() > 0 and index.numel() == len(index) and all(one.dim() <= index.dim() for one in others)
+        rows = index.flatten() if is_first else None
     count = call.num_samples
     if rows is None or not len(rows) or len(rows) % count:
         return None
