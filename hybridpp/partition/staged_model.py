@@ -410,6 +410,7 @@ class StagedModel:
             self._layer_listener.active(recompute.before_layer),
             self._interceptor.active(replay) if replay else nullcontext(),
             force_eager() if context.was_eager else nullcontext(),
+            self.gather.backward_of_step() if self.gather else nullcontext(),
         ):
             yield
         self._remote_deltas = replay.deltas if replay else []

@@ -258,6 +258,10 @@ class UnitGather:
     Replicas with losses of other outputs go back through other units after alike forwards. Autograd comes to these in
     the reverse order of the forward, and so are they agreed on: of a pass through all, each other one is a part.
 
+    Passes are of one kind that end units alike. A pass of a step is done with units, and reduces their gradients. One
+    that the script runs itself (``torch.autograd.grad``, for a gradient penalty) brings no gradients, and is none of
+    them: what it did is not expected of the next pass of a step.
+
     Args:
         weights: gathers them.
         units: the number of each unit that gathers, by name.
@@ -290,6 +294,11 @@ class UnitGather:
         # Backward passes of one call of the model, and of several together.
         self._forward = _PassOrder(is_backward=False)
         self._backward, self._joint = _PassOrder(is_backward=True), _PassOrder(is_backward=True)
+        # Those that bring no gradients of weights (for a penalty, for samples, of a loss that trains another model); of
+        # them those that make a graph of themselves.
+        self._through, self._differentiable = _PassOrder(is_backward=True), _PassOrder(is_backward=True)
+        # Whether backward passes that begin now are a step's.
+        self._is_in_step = False
         # Calls of the model that the script's own backward passes may reach.
         self._num_calls = 0
         self._is_joint = self._is_ended = False
@@ -299,8 +308,8 @@ class UnitGather:
         # Whether a forward since the last update was not as expected, so that its backward pass will not be either.
         self._is_unplanned = False
         self._held: dict[object, _BackwardUse] = {}
-        # Tasks of autograd's engine that have reached units and run.
-        self._tasks: set[int] = set()
+        # Tasks of autograd's engine that have reached units and run, the outermost first, with their orders.
+        self._tasks: dict[int, _PassOrder] = {}
         # Uses of this replica's that have ended on the others; whether autograd has no more of the running pass to do.
         self._overdue: set[object] = set()
         self._is_pass_over = False
@@ -328,6 +337,10 @@ class UnitGather:
         copied = UnitGather(self._weights, {})
         copied._is_copy = True
         return copied
+
+    @property
+    def _backwards(self) -> tuple[_PassOrder, ...]:
+        return self._backward, self._joint, self._through, self._differentiable
 
     def around_unit(self, name: str, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         """Call a unit's forward with its weights."""
@@ -572,7 +585,7 @@ class UnitGather:
         Where such units were called, one message tells whether it will, on any replica. Then it is not as expected,
         and what is expected must not happen: other gradients would be reduced before they are there.
         """
-        if order is self._forward or order.is_begun:
+        if order.is_begun or order not in (self._backward, self._joint):
             return
         order.is_begun = True
         if self._exchange is None or self.gradients is None or self._is_unplanned or not order.last:
@@ -605,7 +618,7 @@ class UnitGather:
             # A unit of which there have been backward passes, and in the last one was none.
             backwards = [one.gathered() for one in (self._backward, self._joint) if one.last]
             self._is_unplanned |= any(not self._with_backward.intersection(gathered) <= one for one in backwards)
-        else:
+        elif order in (self._backward, self._joint):
             self._with_backward |= gathered
 
     def _learn_order(self) -> None:
@@ -619,8 +632,7 @@ class UnitGather:
             units = {unit for unit, _ in self._forward.events}
             self._forward.events = [(unit, _Kind.CALL) for unit in (REST, *self._call_order.sorted(units - {REST}))]
             # These would be in the order that was known before.
-            self._backward.forget()
-            self._joint.forget()
+            self.forget_backwards()
 
     def _drop_interrupted(self) -> None:
         """Free what backward passes used that an error has ended: it would be old after the next update."""
@@ -631,8 +643,8 @@ class UnitGather:
             self._held.clear()
             self._tasks.clear()
             self._overdue.clear()
-            self._backward.drop()
-            self._joint.drop()
+            for order in self._backwards:
+                order.drop()
 
     def _watch(self, unit: int, outputs: list[Tensor], inputs: set[Any]) -> None:
         """Gather the weights again when a backward pass reaches an output, until it has reached all inputs.
@@ -677,12 +689,20 @@ class UnitGather:
         task = current_graph_task_id()
         # Once in a pass, which may be between units.
         if task not in self._tasks:
-            self._tasks.add(task)
+            self._tasks[task] = next(iter(self._tasks.values()), self._order_of_pass())
             call_after_backward(partial(self._end_backward, task))
-        # A pass within the forward, for a gradient that the loss depends on, is a part of it.
-        order = self._forward if self._is_in_model else self._joint if self._is_joint else self._backward
+        order = self._tasks[task]
         self._begin(order)
         return order
+
+    def _order_of_pass(self) -> _PassOrder:
+        """The order for a backward pass that begins: one of its kind, as replicas run the same code."""
+        # A pass within the forward, for a gradient that the loss depends on, is a part of it.
+        if self._is_in_model:
+            return self._forward
+        if not self._is_in_step:
+            return self._differentiable if torch.is_grad_enabled() else self._through
+        return self._joint if self._is_joint else self._backward
 
     def _take_over(self, unit: int, user: object) -> None:
         """Use weights that are there, as other replicas have begun to use them before this one did."""
@@ -724,25 +744,32 @@ class UnitGather:
                 self._leave(call)
         finally:
             self._is_pass_over = False
-        self._tasks.discard(task)
-        if not self._tasks:
-            order = self._joint if self._is_joint else self._backward
-            if not self._is_in_model:
-                self._end(order)
-                self._is_ended = True
+        order = self._tasks.pop(task)
+        if not self._tasks and order is not self._forward:
+            self._end(order)
+            self._is_ended |= order in (self._backward, self._joint)
 
     @contextmanager
     def own_backward(self) -> Iterator[None]:
-        """A context for a backward pass that the script runs, of the calls of the model since the last one."""
+        """A context for a backward pass of a step that the script runs, of the model's calls since the last one."""
         self._is_joint, self._is_ended = self._num_calls > 1, False
         try:
-            with force_eager() if self._ran_eagerly else nullcontext():
+            with self.backward_of_step(), force_eager() if self._ran_eagerly else nullcontext():
                 yield
             # Its loss may have gone through no unit here.
             if not self._is_ended:
                 self._end(self._joint if self._is_joint else self._backward)
         finally:
             self._num_calls, self._is_joint = 0, False
+
+    @contextmanager
+    def backward_of_step(self) -> Iterator[None]:
+        """A context for a backward pass of a step, which adds to gradients of weights."""
+        self._is_in_step = True
+        try:
+            yield
+        finally:
+            self._is_in_step = False
 
     def gather_as_others(self, *, backward: bool) -> None:
         """Take part in what a pass does that only other replicas run, or that an error has ended here.
@@ -763,8 +790,8 @@ class UnitGather:
 
     def forget_backwards(self) -> None:
         """Expect no backward pass as the last one, which reduced no gradients. Call it on all replicas."""
-        self._backward.forget()
-        self._joint.forget()
+        for order in self._backwards:
+            order.forget()
 
     def reset(self) -> None:
         """After an error in a step: forget what was used."""
@@ -774,7 +801,7 @@ class UnitGather:
         self._overdue.clear()
         self._kept.clear()
         self._ahead, self._is_in_model, self._num_calls = None, False, 0
-        for order in (self._forward, self._backward, self._joint):
+        for order in (self._forward, *self._backwards):
             order.drop()
 
 

@@ -83,11 +83,36 @@ def test_a_backward_pass_gathers_again_and_frees_each_unit_behind_it():
     for _ in range(2):
         loss = call(torch.ones(2, 4)).sum()
         weights.take()
-        loss.backward()
+        with gather.own_backward():
+            loss.backward()
     # The model's output is that of its last unit.
     assert weights.take() == f"+2 +{REST} +1 -2 +0 -1 -{REST} -0"
     assert ended == [2, 1, 0] * 2
     assert weights.there == set()
+
+
+def test_a_pass_without_gradients_of_weights_changes_no_pass_of_a_step():
+    weights, gather, call = gathering(Model())
+    ended = []
+    gather.after_backward = ended.append
+
+    def step():
+        loss = call(torch.ones(2, 4)).sum()
+        weights.take()
+        with gather.own_backward():
+            loss.backward()
+        return weights.take()
+
+    expected = [step() for _ in range(2)][-1]
+    ended.clear()
+    # The same units in another order, twice.
+    x = torch.ones(2, 4, requires_grad=True)
+    for _ in range(2):
+        torch.autograd.grad((call(x) + call(x)).sum(), x)
+    assert not ended
+    step()
+    assert step() == expected
+    assert ended[-3:] == [2, 1, 0]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -111,11 +136,16 @@ def test_passes_of_other_replicas_are_followed_event_by_event():
     weights, gather, call = gathering(Model())
     ended = []
     gather.after_backward = ended.append
+
+    def backward():
+        with gather.own_backward():
+            call(torch.ones(2, 4)).sum().backward()
+
     for _ in range(2):
-        call(torch.ones(2, 4)).sum().backward()
+        backward()
     weights.take()
     ended.clear()
-    call(torch.ones(2, 4)).sum().backward()
+    backward()
     expected, order = [event for event in weights.take().split() if event[0] == "+"], list(ended)
     ended.clear()
     gather.gather_as_others(backward=False)

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 from plugins.zero_models import SAMPLE, WIDTH, Block, TiedModel, batches, cross_entropy, on_layout, step, weights_of
-from support import assert_near, assert_same, boosted, sgd
+from support import assert_near, assert_same, boosted, replica_part, sgd
 from torch import nn
 
+from hybridpp import Booster, HybridParallelPlugin
 from hybridpp.cluster import Loopback
 from hybridpp.errors import ConfigError
 
@@ -404,6 +405,74 @@ def test_replicas_of_which_one_reads_weights_outside_of_units(pixels):
         optimizer.step()
     for weights in Loopback(2).run(run):
         assert_near(weights, dict(expected.named_parameters()))
+
+
+class Critic(nn.Module):
+    """Twice differentiable."""
+
+    def __init__(self):
+        super().__init__()
+        self.start, self.head = nn.Linear(4, 8), nn.Linear(8, 1)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x):
+        x = self.start(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def slope(critic, x):
+    x = x.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
+    return gradient.square().sum(1)
+
+
+def wasserstein(critic, real, fake, number):
+    return (critic(fake) - critic(real)).mean() + 0.1 * (slope(critic, (real + fake) / 2).sqrt() - 1).square().mean()
+
+
+def seldom_penalized(critic, real, fake, number):
+    loss = (nn.functional.softplus(critic(fake)) + nn.functional.softplus(-critic(real))).mean()
+    return loss + slope(critic, real).mean() if number % 2 == 0 else loss
+
+
+def adversarial_networks(critic_loss, boost, backward, own):
+    """Train a critic and a generator; ``own`` gives this replica's part of a batch."""
+    torch.manual_seed(0)
+    critic, generator = Critic(), nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    (critic, critic_optimizer), (generator, optimizer) = (
+        boost(one, sgd(one.parameters())) for one in (critic, generator)
+    )
+    for number in range(3):
+        real, noise = own(torch.randn(8, 4)), own(torch.randn(8, 4))
+        backward(critic_loss(critic, real, generator(noise).detach(), number), critic_optimizer)
+        critic_optimizer.step()
+        critic_optimizer.zero_grad()
+        optimizer.zero_grad()
+        backward(-critic(generator(noise)).mean(), optimizer)
+        optimizer.step()
+        critic_optimizer.zero_grad()
+    return critic, generator
+
+
+@pytest.mark.parametrize("critic_loss", [wasserstein, seldom_penalized])
+def test_penalties_of_gradients_beside_other_passes_train_as_one_process(critic_loss):
+    def rank():
+        booster = Booster(plugin=HybridParallelPlugin(zero_stage=3))
+        replica = booster.plugin.layout.here.dp
+
+        def boost(model, optimizer):
+            return booster.boost(model, optimizer)[:2]
+
+        models = adversarial_networks(critic_loss, boost, booster.backward, lambda x: replica_part(x, replica, 2))
+        with booster.unsharded(models[0]), booster.unsharded(models[1]):
+            return [weights_of(model) for model in models]
+
+    alone = adversarial_networks(critic_loss, lambda *parts: parts, lambda loss, _: loss.backward(), lambda x: x)
+    for weights in Loopback(2).run(rank):
+        for one, expected in zip(weights, alone, strict=True):
+            assert_near(one, weights_of(expected))
 
 
 class Untied(TiedModel):
