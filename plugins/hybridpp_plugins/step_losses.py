@@ -80,7 +80,9 @@ class StepLosses:
             batch = batch.by_samples()  # another replica does not know it
         self._batch, self._microbatches = batch, batch.microbatches
         self._comparison = check.comparison
-        self._report, self._pipeline, self._group = check.report, pipeline, group
+        is_declared = criterion.declares_reduction
+        self._report = functools.partial(_report_of_declared, check.report) if is_declared else check.report
+        self._pipeline, self._group = pipeline, group
         check.begin(criterion)
         self._scale, self._device, self._around = scale, device, around
         self._trials = CriterionTrials(criterion, batch.microbatches, pipeline, device)
@@ -504,6 +506,12 @@ class StepLosses:
         if why:
             problems.append((LossReduction.COUPLED, why))
         return form
+
+
+def _report_of_declared(report: Callable[[LossReduction, str], None], reduction: LossReduction, words: str) -> None:
+    """What a script declares is not refused: what cannot be counted is averaged."""
+    if reduction is LossReduction.EMPTY:
+        report(reduction, words)
 
 
 class _Tried(NamedTuple):

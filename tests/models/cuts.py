@@ -10,7 +10,7 @@ import torch
 from models.comparing import Expected, examine, failure
 from models.pool import Result, Study
 from models.table import LAYOUTS, Layout
-from models.zoo import Buildable, Specimen, criterion
+from models.zoo import Buildable, Specimen, criterion_for
 from support import boosted, gradients_of, sgd
 from torch import Tensor
 
@@ -31,6 +31,7 @@ def staged_step(specimen: Specimen, layout: Layout) -> tuple[float, dict[str, Te
         model = copy.deepcopy(specimen.model)
         options = {"pp_size": layout.pp_size, "num_microbatches": 2, **chunks}
         booster, model, optimizer = boosted(model, sgd, microbatch, **options)
+        criterion = criterion_for(specimen.batch)
         loss = booster.execute_pipeline(iter([specimen.batch]), model, criterion, optimizer)["loss"].item()
         staged = booster.plugin._engine(model).staged
         plans = staged.plans((), microbatch)

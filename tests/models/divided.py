@@ -14,7 +14,7 @@ import torch
 from hybridpp_plugins import apply_tp
 from models.comparing import Expected, examine, failure
 from models.pool import Result, Study
-from models.zoo import Buildable, Specimen, criterion
+from models.zoo import Buildable, Specimen, criterion_for
 from support import boosted, gradients_of, sgd, whole_over_tp
 from torch import Tensor
 
@@ -50,6 +50,7 @@ def divided_step(specimen: Specimen, tp_size: int, **settings: Any) -> tuple[flo
         model = copy.deepcopy(specimen.model)
         options = {"tp_size": tp_size, "num_microbatches": 2, **settings}
         booster, model, optimizer = boosted(model, sgd, specimen.batch, **options)
+        criterion = criterion_for(specimen.batch)
         loss = booster.execute_pipeline(iter([specimen.batch]), model, criterion, optimizer)["loss"].item()
         held = {name: float(p.numel()) for name, p in model.named_parameters()}
         return loss, whole_over_tp(booster, model, gradients_of(booster, model)), held

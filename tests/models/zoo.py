@@ -3,7 +3,7 @@
 import copy
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -111,6 +111,20 @@ def criterion(outputs: Any, inputs: Any) -> Tensor:
     if not squares:
         raise DoesNotBuild("nothing in its output has a gradient")
     return torch.stack([square.to(squares[0].dtype) for square in squares]).sum()
+
+
+def mean_of_microbatches(outputs: Any, inputs: Any) -> Tensor:
+    """:func:`criterion`, as it is: what two towers return compares the samples of a micro-batch."""
+    return criterion(outputs, inputs)
+
+
+mean_of_microbatches.reduction = "mean"  # type: ignore[attr-defined]
+
+
+def criterion_for(batch: Batch) -> Callable[[Any, Any], Tensor]:
+    """The criterion of a model that gets this batch: without labels, its outputs have no loss."""
+    has_labels = any("label" in name or name.endswith("_positions") for name in batch)
+    return criterion if has_labels else mean_of_microbatches
 
 
 def _plain(tree: Any) -> Any:

@@ -706,6 +706,16 @@ def test_a_criterion_that_says_what_it_is_is_not_tried():
     assert [*calls] == [4]
 
 
+@pytest.mark.parametrize("settings", [{"num_microbatches": 3}, {"dp_size": 2}], ids=str)
+def test_a_declared_mean_is_not_refused_where_nothing_counts_it(settings):
+    def positive(outputs, inputs):
+        return outputs["hidden"][outputs["hidden"] > 0].mean()
+
+    positive.reduction = "mean"
+    for rank in everywhere({"positive": positive}, settings, batch()):
+        assert rank["positive"][0] == pytest.approx([rank["positive"][0][0]] * 4)
+
+
 def refused(error, text, criterion, whole, model=Head, num_steps=1, **settings):
     """Every rank raises, and no weight changes; ``num_steps``: in which step."""
 
