@@ -27,7 +27,7 @@ from hybridpp.pipeline.deferred_wgrad import is_deferred_layer
 from hybridpp.pipeline.device_marks import DeviceMarks
 from hybridpp.pipeline.executor import Executor
 from hybridpp.pipeline.forward_signature import ForwardSignature
-from hybridpp.pipeline.loss_form import combined, loss_form_of, observed
+from hybridpp.pipeline.loss_form import combined, loss_form_of, matched, observed
 from hybridpp.pipeline.loss_graph import GraphLoss, LossComparison, read_loss, weigh
 from hybridpp.pipeline.loss_items import LossForm, Measured, NotCountedError, ReplicaCounts, add_up, no_items
 from hybridpp.pipeline.loss_reduction import (
@@ -106,6 +106,7 @@ __all__ = [
     "loss_form_of",
     "makes_cuda_graphs",
     "map_sample_lists",
+    "matched",
     "memory_reader",
     "merge_outputs",
     "no_items",

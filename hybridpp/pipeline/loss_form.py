@@ -1,7 +1,7 @@
 """Find what a loss is a mean over from the terms of the first one, and put losses together from weighted terms."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -12,8 +12,10 @@ from hybridpp.pipeline.loss_items import (
     MAX_COUNTS,
     Count,
     LossForm,
+    Measured,
     NotCountedError,
     Product,
+    TermKey,
     not_counted,
     numbers,
     without_floor,
@@ -60,9 +62,11 @@ def loss_form_of(
         return kinds[id(count)]
 
     products: list[Product | None] = []
+    keys: list[TermKey | None] = []
     for term in terms:
         powers: dict[int, int] = {}
         factors = [factor for factor in term.factors or () if adds_up(factor.count)]
+        keys.append(None if term.factors is None else _key([one for one in factors if not one.count.is_of_row]))
         if not factors and rows is not None:
             factors = [TermFactor(rows, -1)]
         for factor in factors:
@@ -74,10 +78,20 @@ def loss_form_of(
         products.append(None if term.factors is None else product)
     if len(counts) > MAX_COUNTS:
         raise NotCountedError(f"its terms are divided by {len(counts)} different numbers")
+    # In an order that does not depend on which terms the first micro-batch of a replica has.
+    order = sorted(range(len(counts)), key=lambda index: counts[index].signature)
+    positions = {index: at for at, index in enumerate(order)}
+    of_terms = [
+        None if one is None else tuple(sorted((positions[index], power) for index, power in one)) for one in products
+    ]
+    known = {one.signature for one in counts}
+    fixed = {one.count.signature for term in terms for one in term.factors or () if not one.count.is_of_row}
     return LossForm(
-        counts=tuple(counts),
-        products=tuple(dict.fromkeys(one for one in products if one is not None)) or ((),),
-        of_terms=tuple(products),
+        counts=tuple(counts[index] for index in order),
+        products=tuple(dict.fromkeys(one for one in of_terms if one is not None)) or ((),),
+        of_terms=tuple(of_terms),
+        keys=tuple(keys),
+        fixed=frozenset(fixed - known),
         in_model=all(term.in_model for term in terms if term.factors is not None),
         of_parts=tuple(term.is_of_parts for term in terms),
         is_by_row=any(factor.count.is_of_row for term in terms for factor in term.factors or ()),
@@ -145,23 +159,107 @@ def _check_constant(
         raise NotCountedError(f"a number that it is divided by is {values[0]:g} for some samples, and for others not")
 
 
-def combined(form: LossForm, terms: Sequence[Term], shares: Callable[[Product], float]) -> Tensor | None:
+def _key(factors: Iterable[TermFactor]) -> TermKey:
+    powers: dict[int, int] = {}
+    for factor in factors:
+        signature = factor.count.signature
+        powers[signature] = powers.get(signature, 0) + factor.power
+    return frozenset((signature, power) for signature, power in powers.items() if power)
+
+
+def key_of(term: Term, fixed: Set[int] = frozenset()) -> TermKey | None:
+    """What tells a term apart, in any micro-batch; None: it does not depend on the batch.
+
+    Args:
+        term: of a loss.
+        fixed: signatures of what is left out.
+    """
+    return None if term.factors is None else _key(_counted(term, fixed))
+
+
+def _counted(term: Term, fixed: Set[int]) -> list[TermFactor]:
+    factors = term.factors or ()
+    return [one for one in factors if not one.count.is_of_row and one.count.signature not in fixed]
+
+
+def united(lists: Iterable[Sequence[Term]]) -> list[Term]:
+    """All different terms of several losses of one script, which leaves out those without items."""
+    found: list[Term] = []
+    known: set[TermKey | None] = set()
+    for terms in lists:
+        keys = [key_of(term) for term in terms]
+        found += [term for term, key in zip(terms, keys, strict=True) if not found or key not in known]
+        known.update(keys)
+    return found
+
+
+def matched(
+    form: LossForm, terms: Sequence[Term], own: Measured, value: Callable[[Count], Any]
+) -> tuple[Product | None, ...]:
+    """The product of each term of a micro-batch's loss.
+
+    A script may leave out terms that have no items, so terms are told apart by what they are divided by.
+
+    Args:
+        form: of the loss.
+        terms: of it.
+        own: the counts of the micro-batch.
+        value: of a count, for the micro-batch; asked for only if terms are made in another way than before.
+
+    Raises:
+        NotCountedError: the loss has other terms than the one whose form it is, or lacks one that has items.
+    """
+    keys = [key_of(term, form.fixed) for term in terms]
+    if keys == list(form.keys):
+        return form.of_terms
+    needed = {one for one in form.of_terms if one and form.has_items(one, own)}
+    found = _by_keys(form, keys, own)
+    if found is not None and needed <= set(found):
+        return tuple(found)
+    # Plain numbers that are equal here may have been taken for each other.
+    products: Sequence[Product | None] = form.of_terms
+    if len(terms) != len(products):
+        products = [one for one in products if one is None or form.has_items(one, own)]
+    if len(terms) != len(products):
+        raise NotCountedError(f"it has {len(terms)} terms, and had {len(form.of_terms)} before: {ADVICE}")
+    for term, product in zip(terms, products, strict=True):
+        divisors = [float(value(one.count)) ** -one.power for one in _counted(term, form.fixed)]
+        is_same = (product is None) is (term.factors is None)
+        if not is_same or (product and not math.isclose(math.prod(divisors), form.divisor(product, own), rel_tol=1e-3)):
+            raise NotCountedError(f"it has other terms than before: {ADVICE}")
+    return tuple(products)
+
+
+def _by_keys(form: LossForm, keys: Sequence[TermKey | None], own: Measured) -> list[Product | None] | None:
+    """The products of terms with some keys; None: they do not tell."""
+    known: dict[TermKey | None, list[Product | None]] = {}
+    for key, product in zip(form.keys, form.of_terms, strict=True):
+        known.setdefault(key, []).append(product)
+    left: dict[TermKey | None, list[Product | None]] = {}
+    for key in dict.fromkeys(keys):
+        products, number = known.get(key, []), keys.count(key)
+        if len(set(products)) == 1:
+            left[key] = [products[0]] * number
+            continue
+        if len(products) != number:
+            products = [one for one in products if one is None or form.has_items(one, own)]
+        if len(products) != number:
+            return None
+        left[key] = list(products)
+    return [left[key].pop(0) for key in keys]
+
+
+def combined(
+    form: LossForm, terms: Sequence[Term], products: Sequence[Product | None], shares: Callable[[Product], float]
+) -> Tensor | None:
     """A loss with each of its terms times the share of its product; None: no term has items.
 
     Args:
         form: of the loss.
         terms: of it.
+        products: of the terms; see :func:`matched`.
         shares: of a product.
-
-    Raises:
-        NotCountedError: the loss has other terms than the one whose form it is.
     """
-    products = form.of_terms
-    if len(terms) != len(products):
-        # A script may leave out a term that has no items.
-        products = tuple(one for one in products if one is None or shares(one))
-    if len(terms) != len(products):
-        raise NotCountedError(f"it has {len(terms)} terms, and had {len(form.of_terms)} before: {ADVICE}")
     total: Tensor | None = None
     for term, product in zip(terms, products, strict=True):
         share = shares(next(filter(None, form.products), ()) if product is None else product)

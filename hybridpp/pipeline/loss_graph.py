@@ -250,12 +250,19 @@ class LossComparison:
         self.counts: list[Tensor] = []
         self._form: LossForm | None = None
         self._measured: Sequence[Measured | None] = ()
+        self._products: dict[int, Sequence[Product | None]] = {}
+        self._without_items: list[int] = []
         self._read: list[tuple[int, list[_Reduced]]] = []
 
     def begin(self, form: LossForm | None, measured: Sequence[Measured | None] = ()) -> None:
         """Losses of micro-batches with these counts follow; ``form``: of each; None: nothing is compared."""
         self._form, self._measured = form, measured
         self.counts, self._read = [], []
+        self._products, self._without_items = {}, []
+
+    def has_products(self, microbatch: int, products: Sequence[Product | None]) -> None:
+        """What the terms of a micro-batch's loss are divided by, of which it may have others than the form."""
+        self._products[microbatch] = products
 
     def inspect(
         self, microbatch: int, loss: Tensor, outputs: Any = None, inputs: Any = None
@@ -263,7 +270,11 @@ class LossComparison:
         """Read the loss of a micro-batch; see :class:`~hybridpp.pipeline.step.PipelineStep`."""
         counts = self._measured[microbatch] if self._form is not None else None
         # Without items, it may be another.
-        if loss.grad_fn is not None and counts is not None and all(counts.used):
+        if loss.grad_fn is None or counts is None:
+            return loss, None
+        if not all(counts.used):
+            self._without_items.append(microbatch)
+        else:
             walk = _Walk(is_open=True)
             walk(loss.grad_fn, ())
             self._read.append((microbatch, [self._reduced(*term[1:4]) for term in walk.terms]))
@@ -286,6 +297,12 @@ class LossComparison:
         form, read, self._read, self._form = self._form, self._read, [], None
         if form is None or not losses:
             return LossReduction.MEAN, 0.0
+        if form.must_be_empty and any(
+            losses[one] and math.isfinite(losses[one]) and not all(own.used)
+            for one in self._without_items
+            if (own := self._measured[one]) is not None
+        ):
+            return LossReduction.APPEARED, 0.0
         read = [one for one in read if losses[one[0]] and math.isfinite(losses[one[0]])]
         rows = [(len(terms), {term.kind for term in terms if term.kind}) for _, terms in read]
         is_first = not form.kinds
@@ -300,7 +317,7 @@ class LossComparison:
         is_complete, total = bool(read), 0.0
         for microbatch, terms in read:
             total = 0.0
-            for index, product in _aligned(form, len(terms)):
+            for index, product in _aligned(form, self._products.get(microbatch, form.of_terms), len(terms)):
                 own = self._measured[microbatch]
                 assert own is not None, "else its loss was not read"
                 ratio = terms[index].value(counts) / form.divisor(product, own)
@@ -328,14 +345,14 @@ class _Reduced(NamedTuple):
         return self.number if self.position is None else counts[self.position]
 
 
-def _aligned(form: LossForm, num_terms: int) -> list[tuple[int, Product]]:
-    """Which terms of a graph have which products; empty: that does not show."""
-    counted = [one for one in form.of_terms if one is not None]
+def _aligned(form: LossForm, of_terms: Sequence[Product | None], num_terms: int) -> list[tuple[int, Product]]:
+    """Which terms of a graph have which of a loss's products; empty: that does not show."""
+    counted = [one for one in of_terms if one is not None]
     products: Sequence[Product | None] = ()
     if form.divides_by_total or form.is_by_row or not counted or any(form.of_parts):
         products = ()
-    elif num_terms in (len(form.of_terms), len(counted)):
-        products = form.of_terms if num_terms == len(form.of_terms) else counted
+    elif num_terms in (len(of_terms), len(counted)):
+        products = of_terms if num_terms == len(of_terms) else counted
     elif len(form.products) == 1 and not form.has_constant:
         products = form.products * num_terms
     return [(index, product) for index, product in enumerate(products) if product is not None]

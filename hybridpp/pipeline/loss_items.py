@@ -5,10 +5,11 @@ With these weights, the losses and gradients of parts of a batch add up to those
 
 import math
 import operator
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,8 @@ from hybridpp.errors import ConfigError, DataError
 Path = tuple[Any, ...]
 Product = tuple[tuple[int, int], ...]
 """Numbers that a sum is divided by (power -1) or multiplied with: indices of counts, with powers."""
+TermKey = frozenset[tuple[int, int]]
+"""The same numbers, by signatures of counts."""
 
 MAX_COUNTS = 6
 """Different numbers that the terms of one loss may be divided by."""
@@ -91,6 +94,22 @@ class Count:
         own = self.function is of_row or is_row
         return own or any(one.is_of_row for one in self._inner())
 
+    @cached_property
+    def signature(self) -> int:
+        """Equal for counts that are made in the same way of the same entries, in any micro-batch and on any replica.
+
+        Lower limits and conversions are left out, and so are sizes, the limits of slices and tensors of several
+        elements that are no inputs: a script may have made these for a micro-batch.
+        """
+        first = self.args[0] if self.args else None
+        if isinstance(first, Count) and (self.function is at_least or _name_of(self) in _SAME):
+            return first.signature
+        label = _label(self.function)
+        if self.function is single:
+            return zlib.crc32(label.encode())  # of any sample
+        kwargs = tuple((key, _signed(value, label)) for key, value in sorted(self.kwargs.items()))
+        return zlib.crc32(repr((label, _signed(self.args, label), kwargs)).encode())
+
     def _inner(self) -> "list[Count]":
         found: list[Count] = []
         _each((self.args, self.kwargs), found)
@@ -125,7 +144,7 @@ class Constant:
     """
 
     def __init__(self, tensor: Tensor, num_samples: int | None = None):
-        self._tensor, self._num_samples = tensor.detach(), num_samples
+        self._tensor, self._num_samples, self._given = tensor.detach(), num_samples, tensor
         self._copies: dict[torch.device, Tensor] = {}
 
     def of_samples(self, num_samples: int | None, device: torch.device) -> Tensor:
@@ -139,6 +158,12 @@ class Constant:
                 return torch.cat([row] * (num_rows // before * num_samples), dim)
         return made
 
+    def signed(self, is_set: bool) -> tuple[Any, ...]:
+        """What tells it apart: the value of a single number, and those of a set of some."""
+        made = self._tensor
+        is_told = made.numel() == 1 or (is_set and made.numel() <= _MAX_SIGNED)
+        return str(made.dtype), made.dim(), _read_once(self._given) if is_told else ()
+
     def on(self, device: torch.device) -> Tensor:
         """The tensor, there."""
         if self._tensor.device == device:
@@ -146,6 +171,23 @@ class Constant:
         if device not in self._copies:
             self._copies[device] = self._tensor.to(device)
         return self._copies[device]
+
+
+# Values of small tensors, with these and their versions: the host waits for a device once for each.
+_VALUES: dict[int, tuple[weakref.ref[Tensor], int, tuple[Any, ...]]] = {}
+
+
+def _read_once(tensor: Tensor) -> tuple[Any, ...]:
+    version = 0 if tensor.is_inference() else tensor._version
+    reference, before, values = _VALUES.get(id(tensor), (None, 0, ()))
+    if reference is None or reference() is not tensor or before != version:
+        values = tuple(tensor.detach().flatten().tolist())
+        _VALUES[id(tensor)] = weakref.ref(tensor, partial(_forget, id(tensor))), version, values
+    return values
+
+
+def _forget(key: int, _: Any) -> None:
+    _VALUES.pop(key, None)
 
 
 class _Device:
@@ -254,6 +296,38 @@ def _name_of(count: Count) -> str:
 
 
 _OF_SIZES = frozenset([size, numel, _rows])
+# What they get as plain numbers may be sizes of a micro-batch.
+_RESIZING = frozenset(["view", "reshape", "expand", "repeat", "unflatten", "split", "chunk", "narrow", "room", "pad"])
+# Constants of more elements are not told apart.
+_MAX_SIGNED = 64
+
+
+def _label(function: Any) -> str:
+    """A function's name, the same for a method and a function."""
+    name = getattr(function, "__name__", type(function).__name__)
+    if name == "__get__":
+        name = getattr(function.__self__, "__name__", name)
+    return str(name).strip("_")
+
+
+def _signed(value: Any, label: str) -> Any:
+    """What an argument of a function with a name adds to a signature."""
+    if isinstance(value, Count):
+        return value.signature
+    if isinstance(value, Constant):
+        return value.signed(is_set=label == "isin")
+    if isinstance(value, slice):
+        return "slice", *(
+            None if one is None else _signed(one, label) if isinstance(one, Count) else "number"
+            for one in (value.start, value.stop, value.step)
+        )
+    if isinstance(value, Mapping):
+        return tuple((key, _signed(one, label)) for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(_signed(one, label) for one in value)
+    if type(value) is int and label in _RESIZING:
+        return "number"
+    return _label(value) if callable(value) or isinstance(value, _Device) else repr(value)
 
 
 def _each(value: Any, found: list[Count]) -> None:
@@ -440,6 +514,11 @@ class LossForm:
         counts: the numbers, of a micro-batch.
         products: what the terms are divided by; each different one once.
         of_terms: the product of each term, in the order of the terms; None: the term does not depend on the batch.
+        keys: of each term, what tells it apart in other micro-batches, where a script may leave out some; None: the
+            term does not depend on the batch.
+        fixed: signatures of numbers that are the same for any samples, which are in no product.
+        may_branch: whether the script has read values of the inputs, by which it may leave out terms.
+        branches: whether it was seen to branch by them.
         of_parts: whether the elements of each term were divided before they were added up, which no graph shows.
         in_model: whether the model computed the loss.
         divides_by_total: whether it is divided by the ``num_items_in_batch`` that the script put in the batch;
@@ -455,6 +534,10 @@ class LossForm:
     counts: tuple[Count, ...]
     products: tuple[Product, ...]
     of_terms: tuple[Product | None, ...] = ()
+    keys: tuple[TermKey | None, ...] = ()
+    fixed: frozenset[int] = frozenset()
+    may_branch: bool = False
+    branches: bool = False
     of_parts: tuple[bool, ...] = ()
     in_model: bool = False
     divides_by_total: bool = False
@@ -462,6 +545,14 @@ class LossForm:
     choice: int = 0
     kinds: set[str] = field(default_factory=set, compare=False)
     numbers_of_terms: set[int] = field(default_factory=set, compare=False)
+
+    def signed(self, product: Product) -> "TermKey":
+        """What a product is made of, equal for all forms of one loss."""
+        return frozenset((self.counts[index].signature, power) for index, power in product)
+
+    def has_items(self, product: Product, own: Measured) -> bool:
+        """Whether a term of a micro-batch is divided by numbers above 0."""
+        return all(own.used[index] for index, _ in product)
 
     @property
     def has_constant(self) -> bool:
@@ -472,7 +563,9 @@ class LossForm:
     def kind(self) -> float:
         """A number that is equal for losses of one form, on all replicas; negative: batches need no items; not 0."""
         units = [unit_of(one) for one in self.counts]
-        number = 1.0 + zlib.crc32(repr((self.of_terms, self.divides_by_total, units)).encode())
+        terms = {None if one is None else tuple(sorted(self.signed(one))) for one in self.of_terms}
+        counts = [one.signature for one in self.counts]
+        number = 1.0 + zlib.crc32(repr((sorted(map(repr, terms)), counts, self.divides_by_total, units)).encode())
         return -number if self.counts and min(self.floors) > 0 else number
 
     @property
@@ -504,10 +597,20 @@ class LossForm:
             not used and one.is_read and one.limit is None for one, used in zip(self.counts, own.used, strict=True)
         )
 
+    def may_lack(self, own: Measured) -> bool:
+        """Whether no term of a micro-batch has items, so that the script may have made one that is not known."""
+        lacks_all = not any(self.has_items(one, own) for one in self.products)
+        return self.may_branch and bool(self.counts) and lacks_all
+
     @property
     def needs_terms(self) -> bool:
         """Whether its terms have different weights, so that they are needed one by one."""
         return len(self.products) > 1 or (self.is_sum and self.has_constant and not self.divides_by_total)
+
+    @property
+    def must_be_empty(self) -> bool:
+        """Whether the loss of a micro-batch without items is nothing, unless it has a term that is not counted."""
+        return bool(self.of_terms) and not (self.needs_terms or self.has_constant or self.divides_by_total)
 
     @property
     def shows_divisors(self) -> bool:
@@ -516,7 +619,9 @@ class LossForm:
 
     def is_watched(self, measured: Iterable[Measured | None]) -> bool:
         """Whether it must be seen how the losses of micro-batches with these counts are made."""
-        return self.needs_terms or any(own is not None and self.has_open(own) for own in measured)
+        return self.needs_terms or any(
+            own is not None and (self.has_open(own) or self.may_lack(own)) for own in measured
+        )
 
     def num_items(self, counts: Sequence[Any]) -> Any:
         """What the loss is a mean over, of counts that are numbers or tensors; of several terms, the first one.

@@ -114,6 +114,8 @@ _ORDERING = frozenset(
         *("nanmean", "nanmedian", "nanquantile", "max", "min", "amax", "amin", "aminmax"),
     ]
 )
+# Of the different values of an input, they make some of these.
+_VALUES = _PLAIN_NUMBERS | {"entry_of", "getitem", "to", "long", "cpu", "sort", "masked_select", "tensor", "detach"}
 _SIZES = frozenset(["size", "numel", "nelement", "shape"])
 # Their result has the numbers of their first argument in one order.
 _OTHER_SHAPES = frozenset(["getitem", "unsqueeze", "squeeze", "view", "reshape", "flatten", "to", "long", "int"])
@@ -121,6 +123,7 @@ _OTHER_SHAPES = frozenset(["getitem", "unsqueeze", "squeeze", "view", "reshape",
 _MAX_CONSTANT = 2**20
 # Python has one object for all that are equal.
 _SHARED_INTS = -5, 256
+_MAKING_ZERO = frozenset(["zeros", "new_zeros", "zeros_like"])
 OF_EARLIER_STAGE = "a number of an earlier stage"
 """The reason of a term that this stage has received."""
 _CLASS_LOSSES = frozenset(["cross_entropy", "nll_loss"])
@@ -206,6 +209,7 @@ class LossTrace(WatchingMode):
         num_choices: the most meanings that a plain number may have.
         ambiguous: counts that one plain number may be.
         has_read: whether the script has read a value of the inputs, by which it may branch.
+        has_branched: whether it was seen to do so, or has read all values.
         is_empty: whether the script has read a number of items that is 0, so that it may have taken another branch.
         guessed: the plain numbers that stand in the place of such a number, as ``max(int(count), 1)`` gives.
         statistics: where the model applies a statistic of the samples to each of them; empty: nowhere.
@@ -215,12 +219,13 @@ class LossTrace(WatchingMode):
         super().__init__()
         self._choice, self.num_choices = choice, 1
         self.ambiguous: list[Sequence[Count]] = []
-        self.in_criterion, self.is_empty, self.has_read = False, False, False
+        self.in_criterion, self.is_empty, self.has_read, self.has_branched = False, False, False, False
         self.guessed: list[float] = []
         self.statistics = ""
         # What functions have made of all samples, with their names.
         self._over_samples: dict[int, tuple[Any, str]] = {}
         self._zeros: list[Count] = []
+        self._zero: dict[int, Any] = {}
         self._tree = trees[0] if trees else None
         self._num_samples = num_samples
         self._known: dict[int, tuple[Any, Any]] = {}
@@ -301,8 +306,13 @@ class LossTrace(WatchingMode):
         if args and _writes(name):
             self._keep_values(args[0])
         result = function(*args, **kwargs)
+        if name in _MAKING_ZERO and not result.dim():
+            self._zero[id(result)] = weakref.ref(result)
+            return result
         self._note_samples(function, name, args, kwargs, result)
         found = self._follow(function, name, args, kwargs, result)
+        if args and _writes(name):
+            self._zero.pop(id(args[0]), None)
         return result if found is None else found
 
     # Where tensors hold samples.
@@ -400,6 +410,8 @@ class LossTrace(WatchingMode):
                 # A shard of sequences has another number of elements on each rank.
                 return _ITEMS._replace(why=known.why if isinstance(known, _OfModel) else "")
             return known
+        if self._is_made_zero(tensor):
+            return None
         if isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf):
             return nn.Parameter
         for leaf, count in self._entries:
@@ -506,6 +518,11 @@ class LossTrace(WatchingMode):
         if writes and isinstance(args[0], Tensor):
             self._note(args[0], self._count(written, function, *spec[0], **spec[1]))
             return None
+        is_number = name == "getitem" and isinstance(result, Tensor) and not result.dim()
+        if (is_number or name == "unbind") and _is_of_values(spec[0][0]):
+            # Each is a number, by which a script may loop over those that are there.
+            self.has_read = self.has_branched = True
+            return None
         if name == "to" and any(isinstance(one, Tensor) for one in args[1:]):
             spec = (spec[0][0], args[1].dtype), {}
         count = self._count(function, *spec[0], **spec[1])
@@ -528,6 +545,7 @@ class LossTrace(WatchingMode):
                     self._note(one, self._count(_entry_of, count, index))
         else:
             if name in _PLAIN_ARRAYS and isinstance(spec[0][0], Count):
+                self.has_read = self.has_branched = True
                 self._applied[self._count(_in_order, spec[0][0])] = None
             return traced(result, count)
         return None
@@ -549,6 +567,7 @@ class LossTrace(WatchingMode):
         if not isinstance(condition, Count) or not condition.args or not isinstance(condition.args[0], Count):
             return
         name, inner = _name(condition.function), condition.args[0]
+        self.has_branched = True
         if name == "any":
             self.is_empty |= not outcome
         elif len(condition.args) == 2 and isinstance(condition.args[1], int | float):
@@ -1077,9 +1096,16 @@ class LossTrace(WatchingMode):
                     terms.append(term._replace(make=_once(partial(_apply, alone, term.make))))
             elif not self._is_constant(operand, is_added=True):
                 return self._unlinear(name, models, result)
+            elif self._is_made_zero(operand):
+                continue
             elif isinstance(operand, Tensor) or operand != 0:
                 terms.append(Term(None, _once(partial(alone, operand))))
         return _OfModel(terms=tuple(terms))
+
+    def _is_made_zero(self, value: Any) -> bool:
+        """Whether it is a zero that a script adds its terms to."""
+        reference = self._zero.get(id(value))
+        return reference is not None and reference() is value
 
     def _joined(self, function: Any, args: Any, kwargs: Any, models: list[tuple[Tensor, _OfModel]]) -> _OfModel:
         terms: list[Term] = []
@@ -1170,6 +1196,18 @@ def _reduction_of(function: Any, args: Any, kwargs: Any) -> _LossCall | None:
         reduction = "mean"
     target = None if is_batch_mean else given.get("target")
     return _LossCall(named, target, given.get("weight"), given.get("ignore_index", -100), reduction, is_batch_mean)
+
+
+def _is_of_values(count: Any) -> bool:
+    """Whether it holds the different values of an input, as ``unique`` gives them, or some of these."""
+    while isinstance(count, Count):
+        name = _name(count.function)
+        if "unique" in name:
+            return True
+        if name not in _VALUES or not count.args:
+            return False
+        count = count.args[0]
+    return False
 
 
 def _name(function: Any) -> str:

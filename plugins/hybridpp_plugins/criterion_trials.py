@@ -24,6 +24,7 @@ from hybridpp.pipeline import (
     duplicate_samples,
     leaf_dims,
     map_sample_lists,
+    matched,
     select_samples,
     with_another,
     with_unlike_samples,
@@ -101,10 +102,10 @@ class CriterionTrials:
 
         ``in_criterion=False``: what it does to samples is judged as in a model, whose loss nothing else checks.
         """
-        return self._trace_of(trees, num_samples, outputs, inputs, choice, in_criterion)[1]
+        return self.trace_of(trees, num_samples, outputs, inputs, choice, in_criterion)[1]
 
     @torch.no_grad()
-    def _trace_of(
+    def trace_of(
         self,
         trees: list[Any],
         num_samples: int,
@@ -113,6 +114,7 @@ class CriterionTrials:
         choice: int = 0,
         in_criterion: bool = True,
     ) -> tuple[LossTrace, Sequence[Term]]:
+        """The same, and what has followed the calls."""
         trace = LossTrace(trees, num_samples, self._pipeline.batch_dims or 0, choice)
         trace.in_criterion = in_criterion
         trace.received([leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)])
@@ -347,7 +349,7 @@ class CriterionTrials:
         try:
             for at, (outputs, inputs, samples) in enumerate(parts):
                 num_samples = samples.stop - samples.start
-                trace, terms = self._trace_of([inputs], num_samples, outputs, inputs, form.choice)
+                trace, terms = self.trace_of([inputs], num_samples, outputs, inputs, form.choice)
                 made = loss_form_of(terms, [inputs], self.twice_inputs, [num_samples])
                 if trace.ambiguous or made.is_by_row:
                     return None
@@ -430,14 +432,13 @@ class CriterionTrials:
         """
         try:
             values = [self._alone(form, *part) for part in parts]
-            full, own_full = values[0]
+            full, _ = values[0]
             total = add_up([one for _, one in values[1:]])
             if form.needs_terms:
-                shares = [lambda product, one=one: form.share(product, one, total) for _, one in values]
-                expected = [
-                    combined(form, terms, share) for (terms, _), share in zip(values[1:], shares[1:], strict=True)
+                again, *expected = [
+                    self._combined(form, terms, own, total, part)
+                    for (terms, own), part in zip(values, parts, strict=True)
                 ]
-                again = combined(form, full, lambda product: form.share(product, own_full, total))
             else:
                 product = form.products[0]
                 expected = [one * share for one, own in values[1:] if (share := form.share(product, own, total))]
@@ -457,6 +458,20 @@ class CriterionTrials:
             return math.isfinite(now) if is_sure else None  # such as the deviation of a single sample
         scale = max(map(abs, (now, *numbers)))
         return not _is_near(sum(numbers), now, scale, _dtype_of(again) if loss is None else loss.dtype)
+
+    @staticmethod
+    def _combined(
+        form: LossForm, terms: Sequence[Term], own: Measured, total: Sequence[float], part: Part
+    ) -> Tensor | None:
+        """The loss of some samples in that of all, whose counts are ``total``."""
+        _, inputs, samples = part
+        try:
+            products = matched(form, terms, own, lambda count: count.of(inputs, samples.stop - samples.start))
+        except NotCountedError:
+            if len(terms) != len(form.of_terms):
+                raise
+            products = form.of_terms  # a plain number may have been taken for another one: the loss shows it
+        return combined(form, terms, products, lambda product: form.share(product, own, total))
 
     def _alone(self, form: LossForm, outputs: Any, inputs: Any, samples: slice) -> tuple[Any, Measured]:
         """The loss of some samples, or its terms; and their counts."""

@@ -374,6 +374,8 @@ class Engine(EngineParts):
         form = batch.form
         is_watched = is_new or (form is not None and form.is_watched(one.counts for one in batch.microbatches))
         is_declared = getattr(called, "declares_reduction", True)
+        # Without gradients there is no graph to compare: what may leave out terms is watched.
+        is_watched = is_watched or (form is not None and form.branches and not (training or is_declared))
         is_one = len(batch.microbatches) == self.layout.dp.size == 1
         is_compared = training and not is_one and not is_declared
         self.criterion_check.comparison.begin(form if is_compared else None, [one.counts for one in batch.microbatches])

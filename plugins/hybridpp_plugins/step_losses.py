@@ -26,10 +26,11 @@ from hybridpp.pipeline import (
     combined,
     confirm_sum,
     loss_form_of,
+    matched,
     observed,
 )
 from hybridpp.pipeline.batch import TOTAL_KEY
-from hybridpp.pipeline.loss_form import ADVICE
+from hybridpp.pipeline.loss_form import ADVICE, united
 from hybridpp.pipeline.loss_items import MAX_COUNTS, Product, entry_path
 from hybridpp.pipeline.loss_trace import OF_EARLIER_STAGE, Term
 from hybridpp_plugins.criterion_check import CriterionCheck
@@ -106,19 +107,19 @@ class StepLosses:
 
     def _is_watched(self, microbatch: int) -> bool:
         form, is_unsure = self._form, self._observes or self._is_guessed or self._looks_again
-        return form is None or form.needs_terms or is_unsure or microbatch in self._open
+        return form is None or form.needs_terms or is_unsure or microbatch in self._open or self._checks_terms(form)
 
     def _compare(self) -> None:
         """Losses are compared with the form from here on, unless the script declares how they are weighted."""
         if self._form is not None and not self._criterion.declares_reduction:
             self._comparison.begin(self._form, self._measured)
 
-    def _look_for_open(self) -> None:
+    def _look_for_open(self, found_by: int | None = None) -> None:
         """Micro-batches without items whose losses count, if the script divides by another number then."""
         if self._form is None:
             return
         for index, own in enumerate(self._measured):
-            if self._form.has_open(own):
+            if self._form.has_open(own) or (self._form.may_lack(own) and index != found_by):
                 self._open.add(index)
                 self.shares[index] = 1.0  # it is not left out
 
@@ -143,7 +144,10 @@ class StepLosses:
         if self._trace is not None:
             self._trace.in_criterion = True
             self._trace.received([leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)])
-        return self._criterion(outputs, inputs)
+        loss = self._criterion(outputs, inputs)
+        # A script may begin with the number 0, and add no term where none has items.
+        is_nothing = self._trace is not None and type(loss) in (int, float) and not loss
+        return torch.zeros((), device=self._device) if is_nothing else loss
 
     def inspect(self, microbatch: int, loss: Tensor, outputs: Any, inputs: Any) -> tuple[Tensor | None, Tensor | None]:
         """The loss that the backward pass begins from, None if it has no items; and the part of the batch's loss."""
@@ -164,7 +168,7 @@ class StepLosses:
             self._undecided.append(microbatch)
             if is_last:
                 self._exchanged(0.0, ())
-            return loss, None
+            return loss if loss.requires_grad or not torch.is_grad_enabled() else None, None
         if self._form is None:
             self._form, terms = self._find(trace, terms, microbatch, loss, outputs, inputs)
             self._observes = bool(terms and observed(terms))
@@ -180,15 +184,31 @@ class StepLosses:
             self._report(LossReduction.UNCOUNTED, "no micro-batch of the first step has an item")
         if self._observes and terms:
             self._check_observed(terms, microbatch)
-        if not self._form.needs_terms or terms is None:
+        if terms is None or not (self._form.needs_terms or self._checks_terms(self._form)):
             return loss, None
         try:
-            weighted = combined(self._form, terms, functools.partial(self._weight, microbatch))
-            part = combined(self._form, terms, functools.partial(self._share, microbatch))
+            products = self._matched(terms, microbatch)
         except NotCountedError as error:
-            self._report(LossReduction.UNCOUNTED, str(error))
+            self._report(LossReduction.UNCOUNTED if self._form.needs_terms else LossReduction.CHANGED, str(error))
             return loss, None
+        if not self._form.needs_terms:
+            return loss, None
+        self._comparison.has_products(microbatch, products)
+        weighted = combined(self._form, terms, products, functools.partial(self._weight, microbatch))
+        part = combined(self._form, terms, products, functools.partial(self._share, microbatch))
         return weighted, part
+
+    def _checks_terms(self, form: LossForm) -> bool:
+        """Whether losses must show that they have no other terms: in evaluations there is no graph to compare."""
+        return form.branches and not torch.is_grad_enabled() and not self._criterion.declares_reduction
+
+    def _matched(self, terms: Sequence[Term], microbatch: int) -> Sequence[Product | None]:
+        """The products of a micro-batch's terms."""
+        assert self._form is not None
+        given = self._microbatches[microbatch]
+        return matched(
+            self._form, terms, self._measured[microbatch], lambda count: count.of(given.inputs, given.num_samples)
+        )
 
     def _confirm(self, trace: LossTrace, terms: Sequence[Term] | None) -> None:
         """A micro-batch with items must show what was guessed of one without."""
@@ -226,8 +246,13 @@ class StepLosses:
         form, own = self._form, self._measured[microbatch]
         assert form is not None
         self._open.discard(microbatch)
-        if form.needs_terms and len(terms) < len(form.of_terms):
-            return True  # the terms without items are left out
+        if form.needs_terms and terms:
+            try:
+                products = self._matched(terms, microbatch)
+            except NotCountedError:
+                products = form.of_terms if len(terms) >= len(form.of_terms) else ()
+            if all(form.has_items(one, own) for one in products if one):
+                return True  # the terms without items are left out
         self.shares[microbatch] = 0.0
         if not torch.isfinite(loss.detach()) or not float(loss.detach()):
             return False
@@ -235,7 +260,8 @@ class StepLosses:
         is_mean = not trace.guessed and any(one.factors for one in terms) and len(form.products) == 1
         divisors = set(trace.guessed) or {1.0}
         if is_mean or len(divisors) > 1 or own.used.count(0.0) > 1 or len(terms) != len(form.of_terms):
-            self._report(LossReduction.UNCOUNTED, "a micro-batch without items makes another loss")
+            advice = f"; {ADVICE}" if form.may_branch else ""
+            self._report(LossReduction.UNCOUNTED, f"a micro-batch without items makes another loss{advice}")
             return False
         (divisor,) = divisors
         filled = own._replace(used=tuple(one or divisor for one in own.used))
@@ -286,7 +312,7 @@ class StepLosses:
         is_sure = found.problems or found.is_told_apart or torch.is_grad_enabled()  # in training graphs are compared
         if not is_sure and self._is_open_choice(trace, microbatch, in_criterion):
             self._report(LossReduction.UNCOUNTED, "numbers of the batch are equal in the first micro-batch")
-        return self._found(found.form, found.measured), found.terms
+        return self._found(found.form, found.measured, microbatch), found.terms
 
     def _told_apart(
         self, terms: Sequence[Term], trace: LossTrace, microbatch: int, outputs: Any, choice: int
@@ -309,28 +335,29 @@ class StepLosses:
                 return found
         return None
 
-    def _of_others(
+    def _with_others(
         self, terms: Sequence[Term], trace: LossTrace, microbatch: int, outputs: Any, choice: int
-    ) -> Sequence[Term] | None:
-        """The terms with the inputs of the micro-batch that has most of them; None: none has more.
+    ) -> Sequence[Term]:
+        """The terms with those that the criterion makes of the other micro-batches' inputs alone.
 
         A script that branches by what it reads of the inputs may leave out a term that has no items.
         """
         if not trace.has_read or any(term.in_model for term in terms):
-            return None
-        own, most = self._microbatches[microbatch], _number_of(terms)
-        best: Sequence[Term] | None = None
+            return terms
+        own, lists = self._microbatches[microbatch], [terms]
         for other in self._microbatches:
             if other is own or other.num_samples != own.num_samples:
                 continue
             try:
                 inputs = pytree.tree_map_only(Tensor, self._trials.here, other.inputs)
-                found = self._trials.traced([other.inputs, inputs], own.num_samples, outputs, inputs, choice)
+                again, found = self._trials.trace_of([other.inputs, inputs], own.num_samples, outputs, inputs, choice)
             except Exception:  # a criterion may raise anything for inputs that do not belong to its outputs
                 continue
-            if _number_of(found) > most:
-                best, most = found, _number_of(found)
-        return best
+            if trace.num_choices == again.num_choices == 1:
+                lists.append(found)
+            elif _number_of(found) > max(map(_number_of, lists)):
+                lists = [found]  # plain numbers that are equal may have been taken for each other
+        return united(lists)
 
     def _tried(
         self,
@@ -346,13 +373,13 @@ class StepLosses:
         problems: list[tuple[LossReduction, str]] = []
         parts = [one.inputs for one in self._microbatches]
         sizes = [one.num_samples for one in self._microbatches]
-        form, told_apart = LossForm.of_rows(), None
+        form, told_apart, all_terms = LossForm.of_rows(), None, terms
         try:
             if terms is not None:
                 if trace.ambiguous and not any(term.in_model for term in terms):
                     told_apart = self._told_apart(terms, trace, microbatch, outputs, choice)
-                of_others = self._of_others(terms, trace, microbatch, outputs, choice)
-                form = self._form_of(trace, of_others or told_apart or terms, parts, sizes)
+                all_terms = self._with_others(told_apart or terms, trace, microbatch, outputs, choice)
+                form = self._form_of(trace, all_terms, parts, sizes)
             measured = form.measure(parts, sizes)
         except NotCountedError as error:
             problems.append((LossReduction.UNCOUNTED, str(error)))
@@ -360,7 +387,7 @@ class StepLosses:
             measured = form.measure(parts, sizes)
         is_sum = form.is_sum
         if not self._criterion.declares_reduction and not form.divides_by_total:
-            form = self._checked(form, terms, trace, microbatch, loss, outputs, inputs, problems)
+            form = self._checked(form, all_terms, trace, microbatch, loss, outputs, inputs, problems)
         if len(form.counts) != len(measured[0].used):
             measured = form.measure(parts, sizes)
         return _Tried(form, measured, terms, problems, is_sum and not form.is_sum, bool(told_apart))
@@ -395,10 +422,12 @@ class StepLosses:
         rows = trace.rows if is_mean else None
         form = loss_form_of(terms, parts, self._trials.twice_inputs, sizes, rows, self._trials.part_of)
         if not has_total:
-            return form
+            if form.in_model:
+                return form
+            return replace(form, may_branch=trace.has_read, branches=trace.has_branched)
         return form.divided_by_total(next((term.natural for term in terms if term.natural), None))
 
-    def _found(self, form: LossForm, measured: list[Measured]) -> LossForm:
+    def _found(self, form: LossForm, measured: list[Measured], microbatch: int) -> LossForm:
         """The form is known: so are the weights. That of a declared mean is of rows, if replicas found unlike ones."""
         counts = self._exchanged(form.kind, add_up(measured))
         if self._are_unlike and self._criterion.declares_reduction:
@@ -414,7 +443,7 @@ class StepLosses:
         with_items = [one for one in self._undecided if any(measured[one].added)]
         if any(not math.isclose(self.shares[one], before[one]) for one in with_items):
             self._report(LossReduction.UNCOUNTED, "a micro-batch that has items has a loss of 0")
-        self._look_for_open()
+        self._look_for_open(microbatch)
         self._compare()
         self._total = [math.fsum(column) for column in zip(*counts, strict=True)]
         is_all = len(counts) == len(self._replicas.num_items)

@@ -5,12 +5,16 @@ import re
 import pytest
 import torch
 
-from hybridpp.pipeline.loss_form import combined, loss_form_of, observed
+from hybridpp.pipeline.loss_form import combined, loss_form_of, matched, observed, united
 from hybridpp.pipeline.loss_items import Count, NotCountedError, entry, num_rows, size
 from hybridpp.pipeline.loss_trace import Term, TermFactor
 
 PARTS = [{"mask": torch.zeros(2, 3)}, {"mask": torch.ones(2, 3)}]
 TOTAL = Count(torch.Tensor.sum, (entry(("mask",)),))
+
+
+def unasked(count):
+    raise AssertionError("terms that are made as before need no values")
 
 
 def found(*terms, rows=None):
@@ -53,11 +57,36 @@ def test_a_loss_is_put_together_from_terms_that_have_items():
     terms = [term(num_rows(), value=2.0), term(TOTAL, value=float("nan")), Term(None, lambda: 1.0)]
     form = found(*terms)
     own = form.measure(PARTS, [2, 2])
-    (rows, masked), total = form.products, (4, 6)
+    (rows, masked), total = form.products, [6 if one is TOTAL else 4 for one in form.counts]
     assert [form.share(product, own[0], total) for product in (rows, masked)] == [0.5, 0.0]
-    assert combined(form, terms, lambda product: form.share(product, own[0], total)) == 1.5
+    products = matched(form, terms, own[0], unasked)
+    assert combined(form, terms, products, lambda product: form.share(product, own[0], total)) == 1.5
+
+
+def kind(number):
+    """A term of the samples of a kind."""
+    return term(Count(torch.sum, (Count(torch.eq, (entry(("mask",)), number)),)))
+
+
+def test_terms_are_told_apart_in_any_order_by_what_they_are_divided_by():
+    form = found(*united([[term(num_rows()), kind(0)], [term(num_rows()), kind(1)]]))
+    rows, zeros, ones = form.of_terms
+    empty, full = form.measure(PARTS, [2, 2])
+    assert matched(form, [kind(0), term(num_rows())], empty, unasked) == (zeros, rows)
+    assert matched(form, [term(num_rows()), kind(1)], full, unasked) == (rows, ones)
+    assert found(kind(0)).kind not in (found(kind(1)).kind, form.kind)
+    assert found(kind(1), term(num_rows()), kind(0)).kind == form.kind
     with pytest.raises(NotCountedError, match="it has 1 terms, and had 3 before"):
-        combined(form, terms[:1], lambda product: 1.0)
+        matched(form, [term(num_rows())], full, unasked)  # the other has items
+    with pytest.raises(NotCountedError, match="it has other terms than before"):
+        matched(form, [term(num_rows()), kind(2)], full, lambda count: count.of(PARTS[1], 2))
+
+
+def test_equal_numbers_that_are_taken_for_each_other_keep_their_places():
+    form = found(kind(1), term(num_rows()))
+    own = form.measure([{"mask": torch.ones(2, 1)}], [2])[0]
+    again = [term(num_rows()), term(num_rows())]
+    assert matched(form, again, own, lambda count: 2) == form.of_terms
 
 
 def test_numbers_that_the_model_computed_are_told_apart():

@@ -1249,6 +1249,76 @@ def test_a_term_that_some_micro_batches_lack_counts_by_its_own_items(rows):
         assert (rank["optional"][2][parameter] - gradient).abs().max() <= 5e-6, parameter
 
 
+def two_tasks(o, i):
+    loss, kinds = o["logits"].new_zeros(()), i["kinds"]
+    if (kinds == 0).any():
+        loss = loss + F.cross_entropy(o["pooled"][kinds == 0], kinds[kinds == 0])
+    if (kinds == 1).any():
+        loss = loss + 0.5 * o["logits"][kinds == 1, 0, 0].square().mean()
+    return loss
+
+
+def a_term_of_each_kind(o, i):
+    loss = 0.0
+    for kind in i["kinds"].unique():
+        loss = loss + o["logits"][i["kinds"] == kind, 0, 0].square().mean()
+    return loss
+
+
+def added_in_place(o, i):
+    loss = torch.zeros(())
+    for kind in range(3):
+        chosen = i["kinds"] == kind
+        if chosen.sum() > 0:
+            loss += (kind + 1) * o["pooled"][chosen].square().sum() / chosen.sum()
+    loss += o["hidden"].square().mean()
+    return loss
+
+
+OF_KINDS = {one.__name__: one for one in (two_tasks, a_term_of_each_kind, added_in_place)}
+
+
+def with_kinds(*kinds):
+    return {**batch(), "kinds": torch.tensor(kinds)}
+
+
+def test_micro_batches_of_as_many_but_other_terms_count_by_their_items():
+    whole = with_kinds(0, 0, 1, 1, 2, 2, 0, 1)
+    (rank,) = everywhere(OF_KINDS, {"num_microbatches": 4}, whole)
+    for name, criterion in OF_KINDS.items():
+        loss, gradients = alone(criterion, whole)
+        assert rank[name][0] == pytest.approx([loss] * 4, rel=1e-6), name
+        for which in (1, 2):
+            assert_near(rank[name][which], gradients, 1e-6)
+
+
+def test_replicas_with_as_many_but_other_terms_are_refused_by_name():
+    def run():
+        booster, model, optimizer = boosted(Head(), sgd, {"ids": batch()["ids"][:1]}, num_microbatches=2)
+        whole = with_kinds(0, 0, 0, 0, 1, 1, 1, 1)
+        part = replica_part(whole, booster.plugin.layout.here.dp, 2)
+        with pytest.raises(ConfigError, match="the replicas' losses are made in different ways; write a term"):
+            booster.execute_pipeline(iter([part]), model, two_tasks, optimizer)
+
+    Loopback(2).run(run)
+
+
+@pytest.mark.parametrize("kinds", [[0, 0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 1, 0, 0, 0, 1]], ids=["alone", "beside"])
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_term_that_no_micro_batch_of_the_first_step_had_is_refused(trains, kinds):
+    booster, model, optimizer = boosted(Head(), sgd, {"ids": batch()["ids"][:1]}, num_microbatches=2)
+
+    def step(*kinds):
+        whole, trained = with_kinds(*kinds), optimizer if trains else None
+        return booster.execute_pipeline(iter([whole]), model, two_tasks, trained)["loss"].item()
+
+    with torch.set_grad_enabled(trains):
+        assert step(0, 0, 0, 2, 0, 2, 0, 0) > 0
+        assert step(0, 0, 0, 2, 2, 2, 2, 2) > 0
+        with pytest.raises(ConfigError, match=re.escape("(losses * mask).sum() / mask.sum().clamp(min=1) instead")):
+            step(*kinds)
+
+
 def test_a_term_that_appears_in_a_later_step_is_refused_with_a_way_out():
     def without_branch(o, i):
         chosen = i["labels"][:, 0] > 0
