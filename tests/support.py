@@ -143,7 +143,8 @@ def train(
             if step == 0:
                 gradients = gradients_of(booster, model)
             optimizer.step()
-        weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        with booster.unsharded(model):
+            weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         weights, gradients = (whole_over_tp(booster, model, tensors) for tensors in (weights, gradients))
         found = after(booster, model, optimizer) if after else None
         return {"losses": losses, "weights": weights, "gradients": gradients, "after": found}

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,16 @@ from hybridpp.data_parallel.bucket import allocate_flat, free_flat, piece_in, vi
 from hybridpp.data_parallel.flat_weights import FlatWeights, parts_of
 from hybridpp.data_parallel.layout import BucketLayout, ShardLayout
 from hybridpp.data_parallel.replicas import Replicas
-from hybridpp.errors import ConfigError
+from hybridpp.errors import ConfigError, HybridppError
 from hybridpp.nn.bit_hash import bit_hash
-from hybridpp.nn.metadata_functions import writes_first_argument
-from hybridpp.nn.torch_private import DisableTorchFunctionSubclass, pytree, version_of
+from hybridpp.nn.metadata_functions import LIKE_SECOND, WITHOUT_VALUES, writes_first_argument
+from hybridpp.nn.torch_private import (
+    DisableTorchFunctionSubclass,
+    current_function_mode,
+    has_compatible_memory,
+    pytree,
+    version_of,
+)
 
 # Stands, in the place of a unit, for the weights that no unit has for itself.
 _REST = -1
@@ -27,17 +33,52 @@ _REST = -1
 _DATA: Any = Tensor.data  # torch declares no property
 _SAME = frozenset((_DATA.__get__, Tensor.detach))
 _ALLOWED = frozenset((Tensor.requires_grad_, Tensor.detach_, Tensor.share_memory_))
+# Another view, dtype or device: what they give of a weight that is not there is not there, either.
+_PASSING = frozenset(
+    getattr(Tensor, name)
+    for name in (
+        *("bfloat16", "bool", "cpu", "cuda", "double", "float", "half", "int", "long", "to", "type", "type_as"),
+        *("expand", "expand_as", "flatten", "movedim", "permute", "ravel", "reshape", "reshape_as", "squeeze", "t"),
+        *("transpose", "unsqueeze", "view", "view_as"),
+    )
+)
+_VIEWS = tuple((name, getattr(Tensor, name).__get__) for name in ("H", "T", "mH", "mT"))
+_PASSED_ON = _PASSING.union(getter for _, getter in _VIEWS)
+# Methods of a tensor that look at no values, beside those that make what has none.
+_WITHOUT_VALUES = WITHOUT_VALUES | {
+    *(Tensor.as_subclass, Tensor.backward, Tensor.module_load, Tensor.record_stream, Tensor.storage),
+    *(Tensor.register_post_accumulate_grad_hook, has_compatible_memory),
+}
+# What these give is of Python's, or numpy's.
+_NUMBERS = frozenset(
+    getattr(Tensor, name)
+    for name in (
+        *("__array__", "__bool__", "__complex__", "__dlpack__", "__float__", "__format__", "__index__", "__int__"),
+        *("equal", "is_nonzero", "item", "numpy", "tolist"),
+    )
+)
+_OPERATORS = (*("add", "and", "floordiv", "matmul", "mod", "mul"), *("or", "pow", "sub", "truediv", "xor"))
+_READING = frozenset(
+    (
+        *("__abs__", "__array__", "__bool__", "__complex__", "__contains__", "__dlpack__", "__eq__", "__float__"),
+        *("__format__", "__ge__", "__getitem__", "__gt__", "__index__", "__int__", "__invert__", "__iter__", "__le__"),
+        *("__lt__", "__ne__", "__neg__", "__pos__", "__reversed__"),
+        *(f"__{name}__" for name in _OPERATORS),
+        *(f"__r{name}__" for name in _OPERATORS),
+    )
+)
 
 
-def _refuse_write(name: str) -> NoReturn:
-    raise ConfigError(
-        f"{name} was written while it was not there: with zero_stage=3 replicas divide weights. Write in place, inside "
+def _refusal(name: str, done: str) -> ConfigError:
+    how = "Read it" if done == "read" else "Write in place,"
+    return ConfigError(
+        f"{name} was {done} while it was not there: with zero_stage=3 replicas divide weights. {how} inside "
         "`with booster.unsharded(model):`, on every rank."
     )
 
 
 class FreedTensor(Tensor):
-    """The ``data`` of a parameter that is not there: NaN that takes no memory. Whoever writes to it is refused.
+    """The ``data`` of a parameter that is not there: NaN that takes no memory. Whoever reads or writes it is refused.
 
     Attributes:
         freed_name: of the parameter.
@@ -51,18 +92,33 @@ class FreedTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         with DisableTorchFunctionSubclass():
-            if func not in _ALLOWED and writes_first_argument(func):
-                for one in pytree.tree_leaves(args[:1] or next(iter(kwargs.values()))):
-                    if isinstance(one, FreedTensor | FreedParameter):
-                        _refuse_write(one.freed_name)
-            made = func(*args, **kwargs)
-            return _freed(made, args[0].freed_name) if func in _SAME else made
+            first: Any = args[0] if args else next(iter(kwargs.values()), None)
+            if func in _ALLOWED or func in _WITHOUT_VALUES or func is Tensor.__repr__:
+                return func(*args, **kwargs)
+            if func in _SAME or (func in _PASSED_ON and isinstance(first, FreedTensor)):
+                made = func(*args, **kwargs)
+                return made if made is first else _freed(made, first.freed_name)
+            if func in LIKE_SECOND and not isinstance(first, FreedTensor):
+                return func(*args, **kwargs)
+            for one in pytree.tree_leaves(first) if writes_first_argument(func) else ():
+                if isinstance(one, FreedTensor | FreedParameter):
+                    raise _refusal(one.freed_name, "written")
+            leaves = pytree.tree_leaves((args, kwargs))
+            freed = next(one for one in leaves if isinstance(one, FreedTensor | FreedParameter))
+            if _makes_graph(freed, func):
+                return func(*args, **kwargs)
+            raise _refusal(freed.freed_name, "read")
 
 
 class FreedParameter(nn.Parameter):
     """A parameter that is not there: where its class is set, a plain one becomes one, and the other way round.
 
-    The methods that write refuse. It has no ``__torch_function__``, which all reads of attributes in a step would call.
+    Its methods that read values or write refuse, unless there is a function mode that sees the call: it gathers the
+    parameter where a forward is learned, and refuses it in a criterion. What is computed with gradients is NaN: a loss
+    of it is refused as one that reads weights, with advice for penalties.
+
+    It has no ``__torch_function__``, which all reads of attributes in a step would call: so functions of torch that are
+    no methods (``torch.norm(parameter)``) find NaN.
 
     Attributes:
         freed_name: its name.
@@ -72,25 +128,83 @@ class FreedParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        """NaN that cannot be written."""
-        return self.detach()
+        """NaN that can be neither read nor written."""
+        return self._without_graph(_DATA.__get__)
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        _DATA.__set__(self, value)
-        _there(self)
+        with DisableTorchFunctionSubclass():
+            # Another dtype or device, as of ``module.half()``, is refused where it is used.
+            is_alike = (value.dtype, value.device) == (self.dtype, self.device)
+            if is_alike and value.data_ptr() != self.data_ptr():
+                raise _refusal(self.freed_name, "written")
+            _DATA.__set__(self, value)
+
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's takes what other tensors' do
+        return f"{type(self).__name__}({self.freed_name}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        # Of a model that is copied, which is refused with better advice.
+        memo[id(self)] = copied = nn.Parameter(_DATA.__get__(self).clone(), self.requires_grad)
+        return copied
 
     def detach(self) -> Tensor:
-        """NaN that cannot be written."""
-        return _freed(super().detach(), self.freed_name)
+        """NaN that can be neither read nor written."""
+        return self._without_graph(Tensor.detach)
 
-    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse_write(self.freed_name)
+    def _without_graph(self, function: Callable[[Tensor], Tensor]) -> Tensor:
+        found = function(self)
+        return _freed(found, self.freed_name) if type(self) is FreedParameter else found
 
 
-for _name in dir(Tensor):
-    if writes_first_argument(_method := getattr(Tensor, _name)) and _method not in _ALLOWED and callable(_method):
-        setattr(FreedParameter, _name, FreedParameter._refuse)
+def _guarded(function: Any, done: str) -> Any:
+    """A method of freed parameters, in the place of torch's."""
+
+    def method(self: FreedParameter, *args: Any, **kwargs: Any) -> Any:
+        name, is_seen = self.freed_name, current_function_mode() is not None  # type: ignore[no-untyped-call]  # torch
+        if not is_seen and (done == "written" or not _makes_graph(self, function)):
+            raise _refusal(name, done)
+        try:
+            return function(self, *args, **kwargs)
+        except RuntimeError as error:
+            if done == "written" and type(self) is FreedParameter and not isinstance(error, HybridppError):
+                raise _refusal(name, done) from error
+            raise
+
+    return method
+
+
+def _makes_graph(tensor: Tensor, function: Any) -> bool:
+    """Whether a function computes with gradients of a tensor that is not there."""
+    return torch.is_grad_enabled() and tensor.requires_grad and function not in _NUMBERS
+
+
+def _passing(function: Any) -> Any:
+    """A method of freed parameters that reads nothing: it gives NaN that can be neither read nor written."""
+
+    def method(self: FreedParameter, *args: Any, **kwargs: Any) -> Any:
+        made = function(self, *args, **kwargs)
+        return _freed(made, self.freed_name) if type(self) is FreedParameter and made is not self else made
+
+    return method
+
+
+def _guard_methods() -> None:
+    for name in dir(Tensor):
+        method: Any = getattr(Tensor, name)
+        if not callable(method) or method in _ALLOWED or method in _WITHOUT_VALUES or method in _SAME:
+            continue
+        elif method in _PASSING:
+            setattr(FreedParameter, name, _passing(method))
+        elif writes_first_argument(method):
+            setattr(FreedParameter, name, _guarded(method, "written"))
+        elif name in _READING or not name.startswith("_"):
+            setattr(FreedParameter, name, _guarded(method, "read"))
+    for name, getter in _VIEWS:
+        setattr(FreedParameter, name, property(_passing(getter)))
+
+
+_guard_methods()
 
 
 def _freed(tensor: Tensor, name: str) -> Tensor:
@@ -110,7 +224,7 @@ def _there(parameter: nn.Parameter) -> None:
 class WeightBucket:
     """The weights of a bucket: always this replica's segment, and all of them while somebody uses them.
 
-    While nobody does, the parameters are NaN and take no memory: reading them gives NaN, writing is an error
+    While nobody does, the parameters are NaN and take no memory: to read or write them is an error
     (:class:`FreedParameter`).
 
     Args:
@@ -135,6 +249,9 @@ class WeightBucket:
         self._parameters = {name: parameters[name] for name in self._views}
         # The others have no address.
         self._with_elements = [(name, p) for name, p in self._parameters.items() if p.numel()]
+        # Torch writes to these while they are not there.
+        self._with_one_element = {name: p for name, p in self._with_elements if p.numel() == 1}
+        self._freed_versions: dict[str, int] = {}
         self._absent = _absent(flat)
         self._users: set[Hashable] = set()
         self.written: dict[str, Tensor] = {}
@@ -149,10 +266,11 @@ class WeightBucket:
 
     def _free(self) -> None:
         for name, parameter in self._parameters.items():
-            parameter.data = self._absent.expand(parameter.shape)
+            _DATA.__set__(parameter, self._absent.expand(parameter.shape))
             if type(parameter) is nn.Parameter:
                 parameter.__class__ = FreedParameter
                 vars(parameter)["freed_name"] = name
+        self._freed_versions = {name: version_of(p) for name, p in self._with_one_element.items()}
         if self._current is self._flat:
             free_flat(self._flat)
         self._current, self._current_views = self._flat, self._views
@@ -213,13 +331,15 @@ class WeightBucket:
             )
 
     def _check_unwritten(self) -> None:
-        """Refuse what was written where parameters are not there: on the CPU, numpy can."""
+        """Refuse what was written where parameters are not there: functions of lists can, to one element."""
+        before = self._freed_versions
+        self._freed_versions = {name: version_of(p) for name, p in self._with_one_element.items()}
+        for name, version in self._freed_versions.items():
+            if version != before[name]:
+                raise _refusal(name, "written")
         if self._absent.device.type == "cpu" and self._absent.is_floating_point() and not math.isnan(self._absent):
             self._absent.fill_(math.nan)
-            raise ConfigError(
-                f"{self.layout.slots[0].name}, or one beside it, was written while it was not there: with zero_stage=3 "
-                "replicas divide weights. Write in place, inside `with booster.unsharded(model):`, on every rank."
-            )
+            raise _refusal(f"{self.layout.slots[0].name}, or one beside it,", "written")
 
     def wait(self) -> None:
         """Wait until the weights are there."""

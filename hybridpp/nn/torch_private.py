@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.modules.module as module_globals
 from torch import Tensor, nn
+from torch import _has_compatible_shallow_copy_type as has_compatible_memory
 from torch._C import (
     DisableTorchFunctionSubclass,
     DispatchKey,
@@ -117,6 +118,7 @@ __all__ = [
     "forward_pre_hooks_of",
     "function_of",
     "gradient_hooks_of_module",
+    "has_compatible_memory",
     "has_no_data",
     "index_sampler_of",
     "is_any_autocast_enabled",

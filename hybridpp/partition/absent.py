@@ -10,8 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from hybridpp.errors import ConfigError
-from hybridpp.nn.metadata_functions import METADATA_FUNCTIONS, writes_first_argument
-from hybridpp.nn.torch_private import DisableTorchFunctionSubclass, current_graph_task_id, is_view, pytree
+from hybridpp.nn.metadata_functions import (
+    LIKE_SECOND,
+    SAME_SHAPE,
+    WITHOUT_VALUES,
+    functions_named,
+    writes_first_argument,
+)
+from hybridpp.nn.torch_private import DisableTorchFunctionSubclass, current_graph_task_id, pytree
 from hybridpp.partition.containers import tensors_in
 
 _T = TypeVar("_T")
@@ -97,9 +103,9 @@ class AbsentTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         with DisableTorchFunctionSubclass():
-            if func in _SAME_SHAPE and args and isinstance(args[0], AbsentTensor) and args[0].is_outside_of_steps:
+            if func in SAME_SHAPE and args and isinstance(args[0], AbsentTensor) and args[0].is_outside_of_steps:
                 return args[0].like(func(*args, **kwargs))
-            if func in _WITHOUT_VALUES or (func in _LIKE_SECOND and args and not isinstance(args[0], AbsentTensor)):
+            if func in WITHOUT_VALUES or (func in LIKE_SECOND and args and not isinstance(args[0], AbsentTensor)):
                 return func(*args, **kwargs)
             absent = next((one for one in tensors_in((args, kwargs)) if isinstance(one, AbsentTensor)), None)
             if absent is None:
@@ -311,36 +317,13 @@ def _is_empty(result: Any) -> bool:
     return isinstance(result, tuple | list) and not result
 
 
-def _of_tensors(*names: str) -> set[Any]:
-    """Functions and methods of these names, where torch has them."""
-    found = [getattr(owner, name) for name in names for owner in (torch, Tensor) if hasattr(owner, name)]
-    return {one if callable(one) else one.__get__ for one in found}
-
-
 # torch declares no properties
-_GRAD, _REQUIRES_GRAD, _DATA = (cast(Any, getattr(Tensor, name)) for name in ("grad", "requires_grad", "data"))
+_GRAD, _DATA = (cast(Any, getattr(Tensor, name)) for name in ("grad", "data"))
 _SETTERS = frozenset((_GRAD.__set__, _DATA.__set__))
 _SAME = frozenset((_DATA.__get__, Tensor.detach))
-_DRAWING = _of_tensors(
+_DRAWING = functions_named(
     *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
 ) | {one for name, one in vars(nn.init).items() if name.endswith("_") and callable(one)}
 # A text, and gradients.
 _KEEPING = frozenset((Tensor.__format__, Tensor.backward))
-# What these make has the values of the first argument only.
-_LIKE_SECOND = frozenset((Tensor.to, Tensor.type_as, Tensor.view_as, Tensor.expand_as, Tensor.reshape_as))
-# What these make has a number for each of the first argument's.
-_SAME_SHAPE = _of_tensors("empty_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like")
 _WITHOUT_NUMBERS = (NoneType, torch.Size, torch.dtype, torch.device, torch.layout, type)
-_WITHOUT_VALUES = (
-    METADATA_FUNCTIONS
-    | {_GRAD.__get__, _REQUIRES_GRAD.__set__, Tensor.requires_grad_, Tensor.register_hook, Tensor.__repr__}
-    | _SAME_SHAPE
-    | _of_tensors("new_empty", "new_empty_strided", "new_ones", "new_zeros")
-    | _of_tensors("data_ptr", "dense_dim", "dim", "dim_order", "get_device", "has_names", "is_coalesced", "is_complex")
-    | _of_tensors("is_conj", "is_contiguous", "is_distributed", "is_floating_point", "is_inference", "is_neg")
-    | _of_tensors("is_pinned", "is_same_size", "is_set_to", "is_shared", "is_signed", "nbytes", "ndimension", "numel")
-    | _of_tensors("is_mkldnn", "is_mps", "is_quantized", "is_sparse_csr", "is_xpu", "name", "names", "output_nr")
-    | _of_tensors("result_type", "retain_grad", "retains_grad", "sparse_dim", "storage_offset", "stride", "type")
-    | _of_tensors("untyped_storage")
-    | {is_view}
-)

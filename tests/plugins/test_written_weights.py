@@ -284,6 +284,7 @@ def test_a_parameter_that_was_swapped_with_another_trains_on(settings):
         lambda weight: weight.detach().lerp_(torch.zeros(40, 8), 0.5),
         lambda weight: weight.data.__setitem__(0, 1.0),
         nn.init.zeros_,
+        lambda weight: setattr(weight, "data", torch.zeros(weight.shape)),
     ],
 )
 def test_writes_to_weights_that_are_not_there_are_refused_by_name(write):
@@ -297,6 +298,78 @@ def test_writes_to_weights_that_are_not_there_are_refused_by_name(write):
             assert type(model[0].weight) is nn.Parameter
 
     Loopback(2).run(run)
+
+
+class Scaled(nn.Module):
+    """Has a weight of one element; its code may use a weight of a block."""
+
+    def __init__(self, use=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+        self.scale, self.use = nn.Parameter(torch.ones(())), use
+
+    def forward(self, x):
+        if self.use:
+            x = x + self.use(self.blocks[1][0].weight)
+        for block in self.blocks:
+            x = block(x)
+        return x * self.scale
+
+
+def scaled(use=None):
+    booster, model, optimizer = boosted(Scaled(use), sgd, (torch.zeros(1, 8),), zero_stage=3)
+    inputs = torch.linspace(-1, 1, 16).reshape(2, 8)
+
+    def step():
+        booster.backward(loss := model(inputs).square().mean(), optimizer)
+        optimizer.step()
+        return loss.item()
+
+    return booster, model, step
+
+
+def test_scalars_that_are_not_there_are_neither_read_nor_written():
+    writes = (lambda p: p.data.clamp_(0, 0.5), lambda p: p.data.copy_(torch.zeros(())), lambda p: p.fill_(0))
+    reads = (
+        *(float, lambda p: p.item(), lambda p: p.norm(), lambda p: 2 * p, lambda p: p.data.item()),
+        *(lambda p: torch.norm(p.detach()), lambda p: torch.zeros(()).copy_(p.data), lambda p: p.view(1, 1).T.sum()),
+    )
+
+    def run():
+        booster, model, step = scaled()
+        expected = step()
+        for what, done in [*((one, "written") for one in writes), *((one, "read") for one in reads)]:
+            with torch.no_grad(), pytest.raises(ConfigError, match=rf"^scale was {done} .* booster\.unsharded"):
+                what(model.scale)
+        torch._foreach_clamp_max_([model.scale.requires_grad_(False)], 0.5)
+        with pytest.raises(ConfigError, match=r"^scale was written while it was not there"):
+            model(torch.zeros(2, 8))
+        assert (model.scale.shape, model.scale.data.dtype, str(model.scale)[:20]) == (
+            (),
+            torch.float32,
+            "FreedParameter(scale",
+        )
+        with booster.unsharded(model):
+            model.scale.data.clamp_(0, 0.5)
+        assert step() == pytest.approx(expected / 4)
+
+    Loopback(2).run(run)
+
+
+@pytest.mark.parametrize(
+    "use", [lambda p: p.data.clamp_(-0.1, 0.1).mean(), lambda p: p.detach().norm(), lambda p: (2 * p).T.mean(0)]
+)
+def test_code_between_blocks_finds_weights_of_blocks_in_every_way(use):
+    alone = Scaled(use)
+    expected = alone(torch.linspace(-1, 1, 16).reshape(2, 8)).square().mean().item()
+
+    def run():
+        _, _, step = scaled(use)
+        return [step(), step()]
+
+    for losses in Loopback(2).run(run):
+        assert losses == pytest.approx([expected] * 2)
 
 
 class Towers(nn.Module):
@@ -355,9 +428,8 @@ def test_what_numpy_writes_to_weights_that_are_not_there_is_refused():
     def run():
         booster, model, optimizer = boosted(make_model(), sgd, (torch.zeros(1, 8),), zero_stage=3)
         step(booster, model, optimizer)
-        model[0].weight.detach().numpy()[...] = 1.0
-        with pytest.raises(ConfigError, match=r"was written while it was not there: with zero_stage=3"):
-            step(booster, model, optimizer)
+        with pytest.raises(ConfigError, match=r"^0\.weight was read while it was not there: with zero_stage=3"):
+            model[0].weight.detach().numpy()[...] = 1.0
 
     Loopback(2).run(run)
 
