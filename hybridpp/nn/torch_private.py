@@ -70,6 +70,7 @@ __all__ = [
     "GROUPED_MM",
     "PARAMETERS",
     "READ_SCALAR",
+    "TENSOR_METHODS",
     "UNDECLARED_VIEWS",
     "VERSION",
     "BatchNorm",
@@ -179,6 +180,8 @@ def gradient_hooks_of_module(module: nn.Module) -> list[dict[int, Callable[..., 
 
 # Names of the attributes that a call of a module goes through: with its hooks around ``forward``; as compiled in place.
 CALL, COMPILED_CALL = "_call_impl", "_compiled_call_impl"
+# The module of the methods of tensors that are written in Python.
+TENSOR_METHODS = "torch._tensor"
 call_of: Callable[[nn.Module], Callable[..., Any]] = attrgetter(CALL)
 compiled_call_of: Callable[[nn.Module], Callable[..., Any] | None] = attrgetter(COMPILED_CALL)
 conv_forward: Callable[[nn.Conv2d, Tensor, Tensor, Tensor | None], Tensor] = nn.Conv2d._conv_forward

@@ -154,10 +154,13 @@ class BoostedModels(
         target = None if engine.weights.sharded is None or engine.optimizer is None else engine.optimizer.target
         if target is not None:  # what is written inside is newer
             target.take_over()
-        with engine.weights.unsharded():
-            yield
-            if target is not None:  # what was written to copies inside is lost, and will be refused, like that to parts
-                target.take_over()
+        try:
+            with engine.weights.unsharded(), engine.shard_reads.watched():
+                yield
+                if target is not None:  # what was written to copies inside is lost, and will be refused, as to parts
+                    target.take_over()
+        finally:
+            engine.shard_reads.watch()
         if target is not None:  # what is written to copies from now on is newer
             engine.masters.copy_from_model(in_step=True)
 
@@ -238,12 +241,16 @@ class BoostedModels(
     @_in_section("step", "booster.generate")
     def generate(self, model: nn.Module, inputs: Any, settings: Mapping[str, Any]) -> Any:
         """See :meth:`hybridpp.Booster.generate`."""
-        return generate(self._engine(model), inputs, settings)
+        engine = self._engine(model)
+        with engine.on_plain_weights():
+            return generate(engine, inputs, settings)
 
     @_in_section("setup", "booster.init_model")
     def init_model(self, model: nn.Module, *, seed: int | None, initialize: Callable[[nn.Module], Any] | None) -> None:
         """See :meth:`hybridpp.Booster.init_model`."""
-        initialize_weights(self._engine(model), seed, initialize)
+        engine = self._engine(model)
+        with engine.on_plain_weights():
+            initialize_weights(engine, seed, initialize)
 
     def _run_parts(self, parts: Sequence[Boosted]) -> list[RunParts]:
         return [

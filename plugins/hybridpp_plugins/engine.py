@@ -93,6 +93,7 @@ class PipelineRunner(RunsPipeline):
             if self._saves.status.is_decided:  # all ranks learned it in the last step
                 self._saves.wait()
             with (
+                engine.on_plain_weights(),
                 self.layout.world.progress.inside(engine.section, engine.location),
                 self._scaling(lambda: engine.gradient_scale),
             ):

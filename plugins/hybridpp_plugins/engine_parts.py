@@ -12,6 +12,7 @@ from hybridpp.config import PipelineConfig
 from hybridpp.data_parallel import GradientReducer, RunningStatistics
 from hybridpp.errors import DeadlockError, PeerError, PeerTimeoutError
 from hybridpp.module_adapter import ModuleAdapter
+from hybridpp.nn import walk
 from hybridpp.partition import StagedModel
 from hybridpp.pipeline import (
     ActiveRecording,
@@ -25,6 +26,7 @@ from hybridpp.pipeline import (
     SplitBatch,
 )
 from hybridpp.precision import MasterWeights, ModuleDtypes
+from hybridpp.tensor_parallel import ShardReads
 from hybridpp_plugins.background_save import SaveStatus
 from hybridpp_plugins.criterion_check import CriterionCheck
 from hybridpp_plugins.criterion_weights import CriterionWeights
@@ -80,6 +82,8 @@ class EngineParts:
             may come later.
         unfinished: the rest of a step that an error ended, and that other replicas are in; None: there is none.
         is_training: whether it trains, or the last one did.
+        shard_reads: what a script may read of shards between steps.
+        on_plain_weights: a context for what the library does with weights, in which none is watched.
         model: the user's.
         epilogue: ends every step.
     """
@@ -102,6 +106,8 @@ class EngineParts:
     criterion_check: CriterionCheck = field(default_factory=CriterionCheck)
     signatures: SignatureCache = field(init=False)
     criteria: CriterionWeights = field(init=False)
+    shard_reads: ShardReads = field(default_factory=lambda: ShardReads(()))
+    on_plain_weights: Callable[[], AbstractContextManager[None]] = nullcontext
     recording: ActiveRecording | None = None
     is_running: bool = False
     interruption: Interruption = field(default_factory=Interruption)
@@ -160,6 +166,17 @@ class EngineParts:
     def zero_stage(self) -> int:
         """What replicas divide among themselves."""
         return self.weights.zero.zero_stage
+
+    def watch_shards(self) -> None:
+        """From now on, refuse what a script makes of several elements of a shard between steps."""
+        reads = ShardReads(walk.parameters(self.model))
+        if not reads.has_shards:
+            return
+        self.shard_reads, self.on_plain_weights = reads, reads.plain
+        self.staged.around_call = reads.around(self.staged.around_call)
+        if self.optimizer is not None:
+            self.optimizer.on_plain_weights = reads.plain
+        reads.watch()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """A context in which gradients are only accumulated."""

@@ -141,7 +141,7 @@ class HybridOptimizer(SteppingOptimizer):
             return
         self.failed_pass.finish()
         communicates = self._reducer.is_syncing or self.manual_losses is not None
-        with self.failed_pass.noted("booster.backward", communicates=communicates):
+        with self.on_plain_weights(), self.failed_pass.noted("booster.backward", communicates=communicates):
             self._run_backward(loss, num_items, *args, **kwargs)
 
     def _run_backward(self, loss: Tensor, num_items: Any, *args: Any, **kwargs: Any) -> None:
@@ -380,7 +380,8 @@ class HybridOptimizer(SteppingOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, and set ``parameter.grad`` to None as torch does; not needed after ``step``."""
         self._note_call("zero_grad()")
-        self.accumulated.clear(set_to_none)
+        with self.on_plain_weights():
+            self.accumulated.clear(set_to_none)
         self._forget_manual_calls()
         for parameter in self.held_before.values():
             parameter.grad = None

@@ -695,6 +695,7 @@ class SteppingOptimizer(WrappedOptimizer):
         calls: of the script, which ranks compare.
         rank_progress: told in which call this rank is.
         while_updating: a context to run :meth:`step` in.
+        on_plain_weights: a context for what the library does with weights, see :class:`ShardReads`.
         interruption: notes an error that ends its communication in the middle.
         cleared_digest: of the names whose gradients the script had set to None at the last step; 0: there were none.
         held_before: parameters of this rank that had gradients when the model was boosted, by name.
@@ -729,6 +730,7 @@ class SteppingOptimizer(WrappedOptimizer):
         self.calls = ScriptCalls(norm.control)
         self.rank_progress = Progress()
         self.while_updating: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.on_plain_weights: Callable[[], AbstractContextManager[None]] = nullcontext
         self.interruption = Interruption()
 
     @property
@@ -822,7 +824,7 @@ class SteppingOptimizer(WrappedOptimizer):
         if not self._reducer.is_syncing:
             raise ConfigError("step inside no_sync would make the replicas diverge. Call it after the block.")
         self.check_gradients_before_boost()
-        with self._communicating(_STEP):
+        with self._communicating(_STEP), self.on_plain_weights():
             if self._reducer.is_consumed:
                 return
             with self.while_updating():

@@ -33,7 +33,7 @@ def test_the_norm_is_right_to_a_millionth_and_the_step_is_clipped_by_it(dp_size,
         booster.execute_pipeline(iter([batch]), parts.model, parts.criterion, parts.optimizer)
         parts.optimizer.step()
         shard = next(parts.model.parameters())
-        moved = (shard.detach().double() - weight().chunk(2)[plugin.layout.here.tp].double()).square().sum()
+        moved = (shard.detach().clone().double() - weight().chunk(2)[plugin.layout.here.tp].double()).square().sum()
         return parts.optimizer.get_grad_norm(), shard.numel(), moved.item()
 
     # The mean is over four samples in every layout.

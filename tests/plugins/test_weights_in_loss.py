@@ -114,13 +114,17 @@ def trained(loss_of, inside=False, **settings):
         (squares_after, {"zero_stage": 3}),
         (squares_before, {"zero_stage": 3}),
         (norms, {"zero_stage": 3}),
-        (squares_after, {"tp_size": 2}),
-        (norms, TP),
         (of_norms, TP),
     ],
 )
 def test_a_loss_that_reads_weights_of_which_ranks_have_parts_is_refused(loss_of, settings):
     with pytest.raises(ConfigError, match=r"depends on weights of the model \(\w+.*as with a penalty"):
+        trained(loss_of, **settings)
+
+
+@pytest.mark.parametrize(("loss_of", "settings"), [(squares_after, {"tp_size": 2}), (norms, TP)])
+def test_a_loss_that_takes_elements_of_shards_together_is_refused(loss_of, settings):
+    with pytest.raises(ConfigError, match=r"blocks.0.up.weight is a shard.* For a penalty in the loss"):
         trained(loss_of, **settings)
 
 
