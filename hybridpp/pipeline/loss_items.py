@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridpp.errors import ConfigError, DataError
+from hybridpp.nn.torch_private import version_or_none
 
 Path = tuple[Any, ...]
 Product = tuple[tuple[int, int], ...]
@@ -174,13 +175,13 @@ class Constant:
 
 
 # Values of small tensors, with these and their versions: the host waits for a device once for each.
-_VALUES: dict[int, tuple[weakref.ref[Tensor], int, tuple[Any, ...]]] = {}
+_VALUES: dict[int, tuple[weakref.ref[Tensor], int | None, tuple[Any, ...]]] = {}
 
 
 def _read_once(tensor: Tensor) -> tuple[Any, ...]:
-    version = 0 if tensor.is_inference() else tensor._version
-    reference, before, values = _VALUES.get(id(tensor), (None, 0, ()))
-    if reference is None or reference() is not tensor or before != version:
+    version = version_or_none(tensor)
+    reference, before, values = _VALUES.get(id(tensor), (None, None, ()))
+    if reference is None or reference() is not tensor or before != version or version is None:
         values = tuple(tensor.detach().flatten().tolist())
         _VALUES[id(tensor)] = weakref.ref(tensor, partial(_forget, id(tensor))), version, values
     return values

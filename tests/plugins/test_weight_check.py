@@ -31,8 +31,8 @@ def in_weight(name):
 
 
 def in_master(name):
-    # Through data: what torch counts, the script may have written on purpose.
-    return lambda model, optimizer: flip(optimizer.target.tensors[name].data, 3, 1)
+    # Through numpy: what torch counts, the script may have written on purpose.
+    return lambda model, optimizer: flip(torch.from_numpy(optimizer.target.tensors[name].detach().numpy()), 3, 1)
 
 
 def trained(booster, model, optimizer, corrupt, rank, before):
