@@ -344,20 +344,27 @@ class StepLosses:
         """
         if not trace.has_read or any(term.in_model for term in terms):
             return terms
-        own, lists = self._microbatches[microbatch], [terms]
-        for other in self._microbatches:
-            if other is own or other.num_samples != own.num_samples:
-                continue
+        own = self._microbatches[microbatch]
+        others = [one for one in self._microbatches if one is not own and one.num_samples == own.num_samples]
+        lists: list[Sequence[Term]] = []
+        for one in (own, *others) if others else ():
             try:
-                inputs = pytree.tree_map_only(Tensor, self._trials.here, other.inputs)
-                again, found = self._trials.trace_of([other.inputs, inputs], own.num_samples, outputs, inputs, choice)
+                inputs = pytree.tree_map_only(Tensor, self._trials.here, one.inputs)
+                again, found = self._trials.trace_of([one.inputs, inputs], own.num_samples, outputs, inputs, choice)
             except Exception:  # a criterion may raise anything for inputs that do not belong to its outputs
+                if one is own:
+                    return terms
                 continue
-            if trace.num_choices == again.num_choices == 1:
+            if one is own or trace.num_choices == again.num_choices == 1:
                 lists.append(found)
             elif _number_of(found) > max(map(_number_of, lists)):
                 lists = [found]  # plain numbers that are equal may have been taken for each other
-        return united(lists)
+        if not lists:
+            return terms
+        if len(lists) == 1:
+            return lists[0] if _number_of(lists[0]) > _number_of(terms) else terms
+        # What the model has made may be counted in another way than where the criterion alone is looked at.
+        return [*terms, *united(lists)[len(lists[0]) :]]
 
     def _tried(
         self,
