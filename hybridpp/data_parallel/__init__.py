@@ -14,7 +14,7 @@ from hybridpp.data_parallel.replicas import HybridReplicas, Replicas
 from hybridpp.data_parallel.running_statistics import BufferWriteDetector, RunningStatistics
 from hybridpp.data_parallel.sampler import PassStart, ShardedBatchSampler
 from hybridpp.data_parallel.seeding import SeededCollate, SeededDataset
-from hybridpp.data_parallel.sharded_weights import ShardedWeights
+from hybridpp.data_parallel.sharded_weights import ShardedWeights, give_memory
 from hybridpp.data_parallel.update_target import UpdateTarget
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "ShardedWeights",
     "UpdateTarget",
     "buffers_to_send",
+    "give_memory",
     "layout_of",
     "offloaded_parameters",
     "parts_of",

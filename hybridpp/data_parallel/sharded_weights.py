@@ -221,6 +221,12 @@ def _there(parameter: nn.Parameter) -> None:
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]  # what it was
 
 
+def give_memory(parameter: nn.Parameter, values: Tensor) -> None:
+    """Let a parameter lie where ``values`` do, also one that is not there."""
+    _DATA.__set__(parameter, values)
+    _there(parameter)
+
+
 class WeightBucket:
     """The weights of a bucket: always this replica's segment, and all of them while somebody uses them.
 

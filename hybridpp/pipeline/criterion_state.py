@@ -22,6 +22,16 @@ _MOST_ELEMENTS = 2**26
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 
 
+def may_keep(criterion: Any) -> bool:
+    """Whether a criterion has state, as far as :func:`unchanged` sees it; a generator that it asks cannot be copied."""
+    return any(
+        not isinstance(holder, FunctionType)
+        or any(_is_state(holder.__globals__.get(name, ...)) for name in holder.__code__.co_names)
+        or any(_is_state(cell.cell_contents) for cell in holder.__closure__ or () if _is_filled(cell))
+        for holder in _holders(criterion, _MOST_LEVELS, set())
+    )
+
+
 @contextmanager
 def unchanged(criterion: Any) -> Iterator[Callable[[], list[str]]]:
     """A context in which a criterion computes with copies of its state, which are dropped at the end.

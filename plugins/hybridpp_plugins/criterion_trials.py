@@ -30,7 +30,7 @@ from hybridpp.pipeline import (
     with_unlike_samples,
 )
 from hybridpp.pipeline.batch import Microbatch
-from hybridpp.pipeline.criterion_state import unchanged
+from hybridpp.pipeline.criterion_state import may_keep, unchanged
 from hybridpp.pipeline.loss_form import loss_form_of
 from hybridpp.pipeline.loss_items import Count, NotCountedError, Product, without_floor
 from hybridpp.pipeline.loss_reduction import (
@@ -199,8 +199,8 @@ class CriterionTrials:
 
         A count of calls is that of steps where each replica has one micro-batch.
         """
-        count = self._microbatches[microbatch].num_samples
-        *_, other = self._halves(outputs, inputs, count) if count > 1 else self._pair(microbatch, outputs, inputs)
+        if not may_keep(self._criterion.criterion):
+            return ""
 
         def call(given: tuple[Any, Any]) -> float:
             with preserved_random_state(self._device):
@@ -218,7 +218,11 @@ class CriterionTrials:
         with suppress(_NotCalledError):
             once, names = after()
             twice = after((outputs, inputs))[0] if names else once
-            if _is_another(twice, once) and (len(self._microbatches) > 1 or _is_another(after(other[:2])[0], twice)):
+            if not _is_another(twice, once):
+                return ""
+            count = self._microbatches[microbatch].num_samples
+            *_, other = self._halves(outputs, inputs, count) if count > 1 else self._pair(microbatch, outputs, inputs)
+            if len(self._microbatches) > 1 or _is_another(after(other[:2])[0], twice):
                 return ", ".join(names[:3])
         return ""
 

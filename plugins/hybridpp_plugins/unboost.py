@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpp.checkpoint import without_flat_weights
+from hybridpp.data_parallel import give_memory
 from hybridpp.errors import ConfigError
 from hybridpp_plugins.engine import Engine
 from hybridpp_plugins.gather_update import CompleteUpdate, gather_update
@@ -67,4 +68,4 @@ def _take_out(model: nn.Module, parameters: Mapping[str, nn.Parameter], values: 
     recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
     with torch.no_grad(), without_flat_weights(recurrent):
         for name, value in values.items():
-            parameters[name].data = value.to(parameters[name].dtype, copy=True)
+            give_memory(parameters[name], value.to(parameters[name].dtype, copy=True))

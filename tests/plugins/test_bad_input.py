@@ -447,9 +447,10 @@ def test_a_shared_parameter_is_divided_in_one_way():
 def test_a_packed_row_whose_sequences_attend_to_each_other_is_not_cut():
     ends = torch.tensor([0, 3, 7], dtype=torch.int32)
     row = torch.arange(7)[None]
+    labels = torch.tensor([[-100, 1, 2, -100, 4, 5, 6]])
     batch = {
         "input_ids": row,
-        "labels": row,
+        "labels": labels,
         "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]]),
         "cu_seq_lens_q": ends,
     }
@@ -457,7 +458,12 @@ def test_a_packed_row_whose_sequences_attend_to_each_other_is_not_cut():
     def run(use_cache=True):
         model = llama()
         model.config.use_cache = use_cache
-        sample = {"input_ids": row[:, :3], "labels": row[:, :3], "position_ids": row[:, :3], "cu_seq_lens_q": ends[:2]}
+        sample = {
+            "input_ids": row[:, :3],
+            "labels": labels[:, :3],
+            "position_ids": row[:, :3],
+            "cu_seq_lens_q": ends[:2],
+        }
         booster, model, optimizer = boosted(model, sgd, sample, num_microbatches=2)
         return booster.execute_pipeline(iter([batch]), model, model_loss, optimizer)["loss"]
 

@@ -14,7 +14,6 @@ from hybridpp.errors import UnequalRanksError
 
 def train(change, *, is_manual=False, **settings):
     """Three steps of two replicas, of which the second one changes its settings after the first step."""
-    weights = []
 
     def run():
         torch.manual_seed(0)
@@ -33,7 +32,6 @@ def train(change, *, is_manual=False, **settings):
             optimizer.step()
             if step == 0 and current_world().rank == 1:
                 change(model, optimizer.param_groups)
-                weights.append(model[0].weight.detach().clone())
         return model
 
     with pytest.raises(UnequalRanksError) as caught:
