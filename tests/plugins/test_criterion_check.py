@@ -158,10 +158,10 @@ def test_in_evaluation_a_sum_that_does_not_say_so_is_refused_too(pp_size):
         expected = squared(Net(), *pairs()).item(), squared(Net(), *pairs(1)).item()
     for losses in Loopback(pp_size).run(run):
         assert losses == pytest.approx(expected)
-    # The first micro-batch is looked at: again with the inputs of the other one, as numbers are equal; all samples and
-    # halves; the same with outputs that are unlike for each sample; samples of two kinds, of the first step and two
-    # kinds of copies, and parts of them.
-    assert [*calls] == [4, 4, *[4, 2, 2] * 2, *[6, 2, 4, 5, 3, 2] * 3, 4]
+    # The first micro-batch is looked at: again with its inputs and those of the other one, as numbers are equal; all
+    # samples and halves; the same with outputs that are unlike for each sample; samples of two kinds, of the first step
+    # and two kinds of copies, and parts of them.
+    assert [*calls] == [4, 4, 4, *[4, 2, 2] * 2, *[6, 2, 4, 5, 3, 2] * 3, 4]
 
 
 def test_a_sum_is_refused_until_it_says_so():
