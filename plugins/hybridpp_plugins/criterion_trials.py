@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from hybridpp.cluster import preserved_random_state
+from hybridpp.cluster import get_dist_logger, preserved_random_state
 from hybridpp.config import PipelineConfig
 from hybridpp.nn.deferred_tensor import DeferredTensor, MadeWhenRead, with_values
 from hybridpp.nn.torch_private import pytree
@@ -89,21 +89,6 @@ class CriterionTrials:
         """A tensor on the device where the rank computes."""
         return tensor.to(self._device)
 
-    def traced(
-        self,
-        trees: list[Any],
-        num_samples: int,
-        outputs: Any,
-        inputs: Any,
-        choice: int = 0,
-        in_criterion: bool = True,
-    ) -> Sequence[Term]:
-        """The terms of the criterion's result for other inputs, or for some samples.
-
-        ``in_criterion=False``: what it does to samples is judged as in a model, whose loss nothing else checks.
-        """
-        return self.trace_of(trees, num_samples, outputs, inputs, choice, in_criterion)[1]
-
     @torch.no_grad()
     def trace_of(
         self,
@@ -114,7 +99,10 @@ class CriterionTrials:
         choice: int = 0,
         in_criterion: bool = True,
     ) -> tuple[LossTrace, Sequence[Term]]:
-        """The same, and what has followed the calls."""
+        """The terms of the criterion's result for other inputs, or for some samples; and what has followed the calls.
+
+        ``in_criterion=False``: what it does to samples is judged as in a model, whose loss nothing else checks.
+        """
         trace = LossTrace(trees, num_samples, self._pipeline.batch_dims or 0, choice)
         trace.in_criterion = in_criterion
         trace.received([leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)])
@@ -239,7 +227,7 @@ class CriterionTrials:
                 differs = self._differs(form, None, self._halves(unlike, twice_inputs, 2 * count), known=0)
             return "of the samples twice it is another than of them once" if differs else ""
         try:
-            terms = self.traced([inputs], count, outputs, inputs, form.choice, in_criterion=False)
+            _, terms = self.trace_of([inputs], count, outputs, inputs, form.choice, in_criterion=False)
         except Exception:  # a criterion may raise anything when it is called again
             return ""
         return next((term.why for term in terms if term.why), "")
@@ -283,8 +271,11 @@ class CriterionTrials:
                     num_called += found is not None
                 if num_called:
                     break
-        except torch.OutOfMemoryError:
-            pass  # the step itself may need less
+        except torch.OutOfMemoryError:  # the step itself may need less
+            get_dist_logger().warning(
+                "out of memory while the criterion was tried on other samples, in its first step: whether its loss "
+                "couples unlike samples is not known. Training goes on."
+            )
         return ""
 
     def _couples(self, form: LossForm, pair: TrialPair, outputs: "_Outputs", device: torch.device) -> bool | None:
@@ -482,7 +473,7 @@ class CriterionTrials:
         measured = self._measured(form, (outputs, inputs, samples))
         if not form.needs_terms:
             return self.again(outputs, inputs), measured
-        return self.traced([inputs], samples.stop - samples.start, outputs, inputs, form.choice), measured
+        return self.trace_of([inputs], samples.stop - samples.start, outputs, inputs, form.choice)[1], measured
 
     def _measured(self, form: LossForm, part: Part) -> Measured:
         _, inputs, samples = part

@@ -328,7 +328,7 @@ class StepLosses:
                 if all(len(set(one)) == 1 for one in values):
                     continue
                 inputs = pytree.tree_map_only(Tensor, self._trials.here, other.inputs)
-                found = self._trials.traced([other.inputs, inputs], own.num_samples, outputs, inputs, choice)
+                _, found = self._trials.trace_of([other.inputs, inputs], own.num_samples, outputs, inputs, choice)
             except Exception:  # a criterion may raise anything for inputs that do not belong to its outputs
                 continue
             if len(found) == len(terms):

@@ -29,13 +29,11 @@ class TrialPair(NamedTuple):
         trees: the inputs of the micro-batch of each.
         samples: their indices there.
         applies: whether numbers that the criterion has made of several samples differ for them.
-        is_made: whether the second one is a changed copy of the first.
     """
 
     trees: tuple[Any, Any]
     samples: tuple[int, int]
     applies: bool = False
-    is_made: bool = False
 
 
 def trial_pairs(
@@ -99,7 +97,7 @@ def copies(trees: Sequence[Any], size: int, dims: Dims, *, may_guess: bool) -> I
             is_other = is_other or not torch.equal(values, row)
             leaves[index] = torch.cat([values, leaf.detach().narrow(dim, rows, leaf.shape[dim] - rows)], dim)
         if is_other:
-            yield TrialPair((trees[0], pytree.tree_unflatten(leaves, structure)), (0, 0), is_made=True)
+            yield TrialPair((trees[0], pytree.tree_unflatten(leaves, structure)), (0, 0))
 
 
 def _rows_of(leaf: Any, dim: int | None, size: int) -> int:
