@@ -13,7 +13,7 @@ import torch
 from hybridpp.cluster.world import Group, Patience
 from hybridpp.errors import UnlikeCallsError
 
-MAX_STARTED = 31
+MAX_STARTED = 40
 """How many numbers :func:`start_gather_numbers` takes."""
 
 _CALL_BYTES = 160

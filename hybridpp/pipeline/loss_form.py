@@ -16,6 +16,7 @@ from hybridpp.pipeline.loss_items import (
     NotCountedError,
     Product,
     TermKey,
+    TooManyCountsError,
     not_counted,
     numbers,
     without_floor,
@@ -77,7 +78,10 @@ def loss_form_of(
         product = tuple(sorted((index, power) for index, power in powers.items() if power))
         products.append(None if term.factors is None else product)
     if len(counts) > MAX_COUNTS:
-        raise NotCountedError(f"its terms are divided by {len(counts)} different numbers")
+        raise TooManyCountsError(
+            f"its terms are divided by {len(counts)} different numbers, of which {MAX_COUNTS} can be counted: divide "
+            "the sum of all of them by one, as (losses * mask).sum() / mask.sum()"
+        )
     # In an order that does not depend on which terms the first micro-batch of a replica has.
     order = sorted(range(len(counts)), key=lambda index: counts[index].signature)
     positions = {index: at for at, index in enumerate(order)}

@@ -24,8 +24,8 @@ Product = tuple[tuple[int, int], ...]
 TermKey = frozenset[tuple[int, int]]
 """The same numbers, by signatures of counts."""
 
-MAX_COUNTS = 6
-"""Different numbers that the terms of one loss may be divided by."""
+MAX_COUNTS = 32
+"""Different numbers that the terms of one loss may be divided by: they fit in the message that begins a step."""
 
 _COMPARISONS = frozenset(["lt", "le", "gt", "ge"])
 # Numbers of items with which lower limits are looked for; half precision can hold them.
@@ -488,6 +488,10 @@ for _kind, _base in ((TracedInt, int), (TracedFloat, float)):
 
 class NotCountedError(Exception):
     """A number that a loss is divided by cannot be told from a batch; the text says why."""
+
+
+class TooManyCountsError(NotCountedError):
+    """The terms of a loss are divided by more than :data:`MAX_COUNTS` different numbers."""
 
 
 def not_counted(error: Exception) -> NotCountedError:

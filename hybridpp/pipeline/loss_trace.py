@@ -117,10 +117,16 @@ _ORDERING = frozenset(
 # Of the different values of an input, they make some of these.
 _VALUES = _PLAIN_NUMBERS | {"entry_of", "getitem", "to", "long", "cpu", "sort", "masked_select", "tensor", "detach"}
 _SIZES = frozenset(["size", "numel", "nelement", "shape"])
+# Of each element of their first argument, they make the same, with others that are single numbers.
+_LIMITING = frozenset(
+    ["clamp", "clamp_min", "maximum", "add", "to", "float", "double", "long", "int", "type", "detach"]
+)
 # Their result has the numbers of their first argument in one order.
 _OTHER_SHAPES = frozenset(["getitem", "unsqueeze", "squeeze", "view", "reshape", "flatten", "to", "long", "int"])
 # Larger tensors that are no inputs are not kept as constants of a count.
 _MAX_CONSTANT = 2**20
+# Sums that are divided by numbers of their own are looked at one by one, up to as many.
+_MAX_APART = 1024
 # Python has one object for all that are equal.
 _SHARED_INTS = -5, 256
 _MAKING_ZERO = frozenset(["zeros", "new_zeros", "zeros_like"])
@@ -968,6 +974,8 @@ class LossTrace(WatchingMode):
 
             return _OfModel(terms=tuple(map(term, of)))
 
+        if name == "getitem" and any(isinstance(self._of(one), Count) for one in tensors_of(args[1:])):
+            return self._unlinear(name, models, result)  # as a mean over the tasks that have samples
         if name in _KEEPING and len(models) == 1:
             return keeps(terms)
         are_weighted = all(one is tensor or self._is_constant(one) for one in tensors_of((args, kwargs)))
@@ -994,6 +1002,9 @@ class LossTrace(WatchingMode):
                 # What a script has counted unseen looks like any number.
                 kept = [term._replace(adds_up=term.adds_up and not is_divisor) for term in terms]
                 return keeps(kept, (TermFactor(self._rows, -1),) if is_mean else ())
+            apart = self._divided_apart(terms, other) if is_divisor and operands[0] is tensor else None
+            if apart is not None and result.shape == other.shape == tensor.shape:
+                return apart
             factor = self._divisor(other) if is_divisor else self._factor(other, 1)
             if factor is not None and (name in _MULTIPLYING or (is_divisor and operands[0] is tensor)):
                 return keeps(terms, (factor,))
@@ -1002,6 +1013,39 @@ class LossTrace(WatchingMode):
             if divisor is operands[1] and divisor.numel() == 1 and not divisor.requires_grad:
                 return keeps(terms, (TermFactor(self._rows, -1, True, divisor.detach()),))
         return self._unlinear(name, models, result)
+
+    def _divided_apart(self, terms: Sequence[Term], divisors: Any) -> _OfModel | None:
+        """Of a tensor of sums, each divided by a number of its own, as for tasks; None: that does not show."""
+        known = self._of(divisors) if isinstance(divisors, Tensor) else None
+        if not isinstance(known, Count) or not 1 < divisors.numel() <= _MAX_APART:
+            return None
+        apart: list[Term] = []
+        for at in range(divisors.numel()):
+            count = self._element_of(known, at)
+            if count is None:
+                return None
+
+            def alone(sums: Any, at: int = at) -> Any:
+                one = sums.flatten()[at : at + 1] / divisors.flatten()[at]
+                return nn.functional.pad(one, (at, divisors.numel() - at - 1)).view(divisors.shape)
+
+            for term in terms:
+                factors = None if term.factors is None else _product(term.factors, (TermFactor(count, -1),))
+                apart.append(term._replace(factors=factors, make=_once(partial(_apply, alone, term.make))))
+        return _OfModel(terms=tuple(apart))
+
+    def _element_of(self, count: Count, at: int) -> Count | None:
+        """One of the numbers that sums of the inputs are, each with its lower limit; None: they are no such sums."""
+        inner = count.args[0] if count.args and isinstance(count.args[0], Count) else None
+        if _name(count.function) == "sum":
+            return self._count(_element, count, at)
+        rest = (*count.args[1:], *count.kwargs.values())
+        if inner is None or _name(count.function) not in _LIMITING or any(isinstance(one, Count) for one in rest):
+            return None
+        if any(isinstance(one, Constant) and one.signed(is_set=False)[2] == () for one in rest):
+            return None  # of several elements
+        element = self._element_of(inner, at)
+        return None if element is None else self._count(count.function, element, *count.args[1:], **count.kwargs)
 
     def _is_constant(self, value: Any, is_divisor: bool = False, is_added: bool = False) -> bool:
         """Whether it does not depend on the batch. Nobody divides by 1, unless it is a count."""
@@ -1285,6 +1329,11 @@ def _room(sizes: list[int], scales: list[int]) -> Tensor:
 def _in_order(tensor: Tensor) -> Tensor:
     """A number that depends on all elements, of which it is not seen what the script makes."""
     return tensor.double().flatten() @ torch.arange(1.0, tensor.numel() + 1, dtype=torch.double, device=tensor.device)
+
+
+def _element(values: Tensor, at: int) -> Tensor:
+    """One number of several."""
+    return values.flatten()[at]
 
 
 def _chosen(mask: Tensor) -> Tensor:

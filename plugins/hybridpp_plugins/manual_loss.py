@@ -11,9 +11,10 @@ from torch import Tensor
 from hybridpp.cluster import Group, get_dist_logger
 from hybridpp.errors import ConfigError, UnlikeCallsError
 from hybridpp.pipeline import GraphLoss, read_loss, weigh
-from hybridpp.pipeline.loss_items import MAX_COUNTS
 
 _DECLARED = 1 << 25
+# Of more terms a graph does not tell whether they are of tasks, or of samples one by one, which cannot be matched.
+_MAX_TERMS = 6
 _WARNING = (
     "the losses that booster.backward gets on the replicas are of batches of unlike sizes, and what they are means "
     "over cannot be found (or they are made in different ways): the gradient is the plain mean of the replicas' "
@@ -62,7 +63,7 @@ class ManualLosses:
             UnlikeCallsError: replicas are in different calls; noticed if the device is the host.
             ConfigError: ``num_items`` is no number.
         """
-        found = GraphLoss() if num_items is not None else read_loss(loss, MAX_COUNTS)
+        found = GraphLoss() if num_items is not None else read_loss(loss, _MAX_TERMS)
         if num_items is not None:
             nodes, counts, kind = [loss.grad_fn], [_checked(num_items)], _DECLARED
         else:
@@ -83,7 +84,7 @@ class ManualLosses:
 
     def _weights(self, kind: float, counts: list[Any], is_syncing: bool) -> Tensor:
         """By count: this replica's over the mean of all; ones, where replicas' losses are unlike."""
-        row = [float(is_syncing), kind, *counts, *[0.0] * (MAX_COUNTS - len(counts))]
+        row = [float(is_syncing), kind, *counts, *[0.0] * (_MAX_TERMS - len(counts))]
         if any(isinstance(one, Tensor) for one in row):
             own = torch.stack([torch.as_tensor(one, dtype=torch.float64).to(self._device).reshape(()) for one in row])
         else:

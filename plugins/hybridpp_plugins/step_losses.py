@@ -31,7 +31,7 @@ from hybridpp.pipeline import (
 )
 from hybridpp.pipeline.batch import TOTAL_KEY
 from hybridpp.pipeline.loss_form import ADVICE, united
-from hybridpp.pipeline.loss_items import MAX_COUNTS, Product, entry_path
+from hybridpp.pipeline.loss_items import MAX_COUNTS, Product, TooManyCountsError, entry_path
 from hybridpp.pipeline.loss_trace import OF_EARLIER_STAGE, Term
 from hybridpp_plugins.criterion_check import CriterionCheck
 from hybridpp_plugins.criterion_trials import CriterionTrials
@@ -388,6 +388,10 @@ class StepLosses:
                 all_terms = self._with_others(told_apart or terms, trace, microbatch, outputs, choice)
                 form = self._form_of(trace, all_terms, parts, sizes)
             measured = form.measure(parts, sizes)
+        except TooManyCountsError as error:  # nothing else is wrong, as far as is seen
+            form = LossForm.of_rows()
+            problems.append((LossReduction.UNCOUNTED, str(error)))
+            return _Tried(form, form.measure(parts, sizes), terms, problems, is_doubtful=False, is_told_apart=False)
         except NotCountedError as error:
             problems.append((LossReduction.UNCOUNTED, str(error)))
             form = LossForm.of_rows()

@@ -53,7 +53,7 @@ def trial_pairs(
     pairs = [TrialPair((tree, other), (sample, at), applies=True) for other, at in others]
 
     def applies(pair: TrialPair) -> bool:
-        chosen = chosen_of(pair)
+        chosen = functools.cache(chosen_of(pair))
 
         def value(kinds: Sequence[int], count: Count) -> Any:
             return count.of(chosen(kinds), len(kinds))

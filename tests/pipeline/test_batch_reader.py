@@ -1,11 +1,13 @@
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from hybridpp.cluster import Loopback, current_world
 from hybridpp.errors import DataError, RefusedByPeerError, UnlikeCallsError
-from hybridpp.pipeline import RankBatchInfo, read_batch, split_batch, start_batch_check, step_call
+from hybridpp.pipeline import LossForm, Measured, RankBatchInfo, read_batch, split_batch, start_batch_check, step_call
+from hybridpp.pipeline.loss_items import MAX_COUNTS, num_rows
 
 PIPELINES = ((0, 1), (2, 3))
 
@@ -54,6 +56,19 @@ def test_ranks_learn_what_the_others_hold():
         assert [report.num_microbatches for report in reports] == [2, 2, 3, 3]
         assert reports[0] == RankBatchInfo(0.0, 2.0, 2.0, reports[1].digest)
         assert reports[2].digest == reports[3].digest != reports[0].digest
+
+
+def test_the_message_of_a_batch_has_room_for_all_counts():
+    counts = tuple(float(index) for index in range(MAX_COUNTS))
+
+    def counted():
+        batch = batch_of(torch.ones(2), count=1)()
+        (part,) = batch.microbatches
+        form = LossForm(counts=(num_rows(),) * MAX_COUNTS, products=())
+        return replace(batch, form=form, microbatches=[replace(part, counts=Measured(counts, counts))])
+
+    for _, reports in outcomes([counted] * 4):
+        assert [report.counts for report in reports] == [counts] * 4
 
 
 def test_when_all_are_out_of_data_iteration_stops():

@@ -1292,6 +1292,76 @@ def test_micro_batches_of_as_many_but_other_terms_count_by_their_items():
             assert_near(rank[name][which], gradients, 1e-6)
 
 
+def of_tasks(o, i):
+    """The losses of seven tasks, and which of them have labels."""
+    losses = F.binary_cross_entropy_with_logits(
+        o["logits"][:, 0, :7], (i["ids"][:, :1] > torch.arange(7)).float(), reduction="none"
+    )
+    return losses, i["tasks"]
+
+
+def task_by_task(o, i):
+    losses, has_label = of_tasks(o, i)
+    return sum((losses[:, k] * has_label[:, k]).sum() / has_label[:, k].sum() for k in range(7)) / 7
+
+
+def all_tasks_at_once(o, i):
+    losses, has_label = of_tasks(o, i)
+    return ((losses * has_label).sum(0) / has_label.sum(0).clamp(min=1)).mean()
+
+
+def tasks_that_have_labels(o, i):
+    losses, has_label = of_tasks(o, i)
+    return torch.stack([losses[has_label[:, k], k].mean() for k in range(7) if has_label[:, k].any()]).sum()
+
+
+def with_tasks(num_tasks=7):
+    present = torch.rand(ROWS, num_tasks, generator=torch.Generator().manual_seed(3)) < 0.6
+    return {**batch(), "tasks": present}
+
+
+@pytest.mark.parametrize("criterion", [task_by_task, all_tasks_at_once, tasks_that_have_labels])
+def test_each_of_many_tasks_counts_by_its_own_labels(criterion):
+    whole = with_tasks()
+
+    def run():
+        booster, model, optimizer = boosted(Head(), sgd, {"ids": whole["ids"][:1]}, num_microbatches=2)
+        part = replica_part(whole, booster.plugin.layout.here.dp, 2)
+        booster.execute_pipeline(iter([part]), model, criterion, optimizer)
+        return gradients_of(booster, model)
+
+    for gradients in Loopback(2).run(run):
+        assert_near(gradients, alone(criterion, whole)[1], 1e-6)
+
+
+@pytest.mark.parametrize(
+    "reduce",
+    [
+        lambda means, numbers: means[numbers > 0].mean(),
+        lambda means, numbers: means.sum() / (numbers > 0).sum(),
+        lambda means, numbers: (means * numbers.sqrt()).mean(),
+        lambda means, numbers: means.square().mean(),
+    ],
+)
+def test_what_couples_tasks_by_which_have_labels_is_refused(reduce):
+    def criterion(o, i):
+        losses, has_label = of_tasks(o, i)
+        return reduce((losses * has_label).sum(0) / has_label.sum(0).clamp(min=1), has_label.sum(0))
+
+    booster, model, optimizer = boosted(Head(), sgd, {"ids": batch()["ids"][:1]}, num_microbatches=2)
+    with pytest.raises(ConfigError, match="neither a mean nor a sum over items"):
+        booster.execute_pipeline(iter([with_tasks()]), model, criterion, optimizer)
+
+
+def test_more_numbers_than_can_be_counted_are_refused_with_a_way_out():
+    def criterion(o, i):
+        return ((o["logits"].flatten(1)[:, :40] * i["tasks"]).square().sum(0) / i["tasks"].sum(0)).sum()
+
+    booster, model, optimizer = boosted(Head(), sgd, {"ids": batch()["ids"][:1]}, num_microbatches=2)
+    with pytest.raises(ConfigError, match="40 different numbers, of which 32 can be counted: divide the sum"):
+        booster.execute_pipeline(iter([with_tasks(40)]), model, criterion, optimizer)
+
+
 def test_replicas_with_as_many_but_other_terms_are_refused_by_name():
     def run():
         booster, model, optimizer = boosted(Head(), sgd, {"ids": batch()["ids"][:1]}, num_microbatches=2)
