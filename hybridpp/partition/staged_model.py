@@ -7,18 +7,19 @@ from contextvars import copy_context
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridpp.errors import PartitionError
 from hybridpp.module_adapter import AdapterLayer, Forward, ModuleAdapter
 from hybridpp.nn.force_eager import EAGER, force_eager
 from hybridpp.nn.part_reads import PartReadCheck
-from hybridpp.nn.torch_private import buffers_of, forward_hooks_of, forward_pre_hooks_of
+from hybridpp.nn.torch_private import buffers_of, forward_hooks_of, forward_pre_hooks_of, pytree
 from hybridpp.partition.absent import ParameterVisibility, plain_again, refuse_absent
 from hybridpp.partition.blocks import finest_units
 from hybridpp.partition.call_options import CallOptions, GrowingPlans
 from hybridpp.partition.calls import CallArguments
 from hybridpp.partition.compiled import forbid_compile, refuse_compiled
+from hybridpp.partition.containers import flatten, tensors_in
 from hybridpp.partition.drawing_code import ConditionalDraws
 from hybridpp.partition.drawing_parts import DrawingParts
 from hybridpp.partition.hooks import run_once
@@ -177,10 +178,14 @@ class StagedModel:
         return stage, self.model.training, torch.is_grad_enabled(), types
 
     def _gathering(self, forward: Forward) -> Forward:
-        """The model's forward with the weights that are gathered for it."""
+        """The model's forward with the weights that are gathered for it.
+
+        Of a parameter that it returns (the log-variances of a loss's terms), the values are: it may be read where the
+        weight itself may not.
+        """
         if self.gather is None:
-            return forward
-        gather = self.gather
+            return _returning_values(forward, Tensor.view_as) if self.num_stages > 1 else forward
+        gather, forward = self.gather, _returning_values(forward, _copy)
         return lambda *args, **kwargs: gather.around_model(forward, args, kwargs)
 
     def _watched_call(self, forward: Forward) -> Forward:
@@ -415,6 +420,26 @@ class StagedModel:
             yield
         self._remote_deltas = replay.deltas if replay else []
         self._restore_attributes()
+
+
+def _returning_values(forward: Forward, values_of: Callable[[Tensor, Tensor], Tensor]) -> Forward:
+    """A model's forward that returns the values of a parameter where it returns the parameter."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = forward(*args, **kwargs)
+        if not any(isinstance(one, nn.Parameter) for one in tensors_in(result)):
+            return result
+        leaves, tree = flatten(result)
+        return pytree.tree_unflatten(
+            [values_of(one, one) if isinstance(one, nn.Parameter) else one for one in leaves], tree
+        )
+
+    return run
+
+
+def _copy(parameter: Tensor, _: Tensor) -> Tensor:
+    """Of a weight that is there only in the forward."""
+    return parameter.clone()
 
 
 def _always() -> bool:

@@ -188,3 +188,50 @@ def test_a_criterion_in_the_model_trains_alike_in_every_layout(settings):
     expected = run()["weights"]
     assert not torch.equal(expected["margin.classes"], WithLoss().margin.classes)
     assert_near(run(**settings)["weights"], expected, 1e-6)
+
+
+class WithFactors(Network):
+    """Returns weights as they are, for its criterion: log-variances, a temperature."""
+
+    def __init__(self):
+        super().__init__()
+        self.log_variances = nn.Parameter(torch.tensor([0.1, -0.2]))
+
+    def forward(self, x):
+        return {"logits": super().forward(x), "factors": {"log_variances": self.log_variances}}
+
+
+def by_factors(outputs, inputs):
+    factors = outputs["factors"]["log_variances"]
+    error = nn.functional.cross_entropy(outputs["logits"], inputs["target"])
+    return (-factors[0]).exp() * error + (-factors[1]).exp() * outputs["logits"].square().mean() + factors.sum()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"pp_size": 2}, {"pp_size": 2, "schedule": "zb-v"}, {"tp_size": 2}, {"dp_size": 2, "zero_stage": 3}],
+    ids=str,
+)
+def test_a_criterion_may_read_weights_that_the_forward_returns(settings):
+    run = functools.partial(train, WithFactors, BATCHES, criterion=by_factors, num_microbatches=2)
+    expected = run()["weights"]
+    assert not torch.equal(expected["log_variances"], WithFactors().log_variances)
+    assert_near(run(**settings)["weights"], expected, 1e-6)
+
+
+def test_a_loop_may_read_weights_that_the_forward_returns():
+    expected = train(WithFactors, BATCHES, criterion=by_factors, num_microbatches=1)["weights"]
+
+    def run():
+        booster = Booster(plugin=HybridParallelPlugin(tp_size=1, pp_size=1, num_microbatches=1, zero_stage=3))
+        model = WithFactors()
+        model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in BATCHES:
+            booster.backward(by_factors(model(batch["x"]), batch), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        with booster.unsharded(model):
+            return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    for found in Loopback(2).run(run):
+        assert_near(found, expected, 1e-6)
