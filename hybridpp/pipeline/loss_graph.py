@@ -71,11 +71,13 @@ class GraphLoss(NamedTuple):
         terms: that depend on the batch; empty: it is not known what the loss is a mean over.
         kind: equal for losses that are made in the same way, with tensors of any size; from 1 on; 0: not known.
         size: of the tensors that it is made of, if its terms are not known; else 0.
+        is_nothing: whether it is something times 0, or a number, as scripts write it where there is nothing to learn.
     """
 
     terms: tuple[GraphTerm, ...] = ()
     kind: int = 0
     size: int = 0
+    is_nothing: bool = False
 
 
 class _Unknown(Exception):
@@ -93,7 +95,7 @@ def read_loss(loss: Tensor, max_terms: int) -> GraphLoss:
         max_terms: a loss of more terms is not known.
     """
     if loss.grad_fn is None:
-        return GraphLoss()
+        return GraphLoss(is_nothing=True)
     walk = _Walk(max_terms=max_terms)
     terms, names = walk.terms, walk.names
     try:
@@ -103,7 +105,8 @@ def read_loss(loss: Tensor, max_terms: int) -> GraphLoss:
             raise _Unknown(loss.grad_fn)
     except _Unknown as unknown:
         return GraphLoss(size=_size_below(unknown.args[0]))
-    return GraphLoss(tuple(terms), 1 + (zlib.crc32(" ".join(names).encode()) & 0xFFFFFF))
+    kind = 1 + (zlib.crc32(" ".join(names).encode()) & 0xFFFFFF)
+    return GraphLoss(tuple(terms), kind, is_nothing=bool(terms) and all(_is_zero(one.num_items) for one in terms))
 
 
 class _Walk:
@@ -205,7 +208,12 @@ class _Walk:
     ) -> None:
         is_divided = any(power > 0 for _, power in factors)
         is_sum = not (is_divided or is_of_elements or isinstance(count, Tensor) or _has_tensor(factors))
-        self.terms.append(GraphTerm(node, _product(count, factors), kind + "/" * is_divided, is_of_elements, is_sum))
+        number = _product(count, factors)
+        if not self._is_open:
+            for factor, power in factors:
+                if power < 0:  # times 0, it has no items
+                    number = _unless_zero(factor, number)
+        self.terms.append(GraphTerm(node, number, kind + "/" * is_divided, is_of_elements, is_sum))
 
     def _unknown(self, node: Node, name: str) -> None:
         if not self._is_open:
@@ -232,7 +240,14 @@ class _Walk:
         if factor is None or (isinstance(factor, Tensor) and factor.numel() != 1):
             self._unknown(node, name)
             return
-        self(inner[0], [*factors, (factor, 1 if is_divisor else -1)])
+        num_terms, num_names = len(self.terms), len(self.names)
+        try:
+            self(inner[0], [*factors, (factor, 1 if is_divisor else -1)])
+        except _Unknown:
+            if is_divisor or not _is_zero(factor):
+                raise
+            del self.terms[num_terms:], self.names[num_names:]
+            self.terms.append(GraphTerm(node, 0.0))
 
 
 class LossComparison:
@@ -380,6 +395,18 @@ def _number(value: Any) -> float | Tensor:
     if not isinstance(value, Tensor):
         return float(value)
     return float(value) if value.is_cpu else value.detach().double().reshape(())
+
+
+def _is_zero(value: Any) -> bool:
+    """Whether a number is 0, as far as the host knows it."""
+    return not (isinstance(value, Tensor) and not value.is_cpu) and not float(value)
+
+
+def _unless_zero(factor: Any, number: float | Tensor) -> float | Tensor:
+    """A number, or 0 if a factor is 0."""
+    if isinstance(factor, Tensor) and not factor.is_cpu:
+        return torch.where(factor.detach().reshape(()) == 0, 0.0, number)
+    return 0.0 if not float(factor) else number
 
 
 def _shape(node: Node) -> tuple[int, ...]:

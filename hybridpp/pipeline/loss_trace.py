@@ -264,7 +264,7 @@ class LossTrace(WatchingMode):
             if known is None:
                 self._note(tensor, _ITEMS)
             is_unknown = known is None or (isinstance(known, _OfModel) and known.terms is None)
-            if is_unknown and self._samples_of(tensor) is None:
+            if is_unknown and self.samples_of(tensor) is None:
                 self._hold(tensor, samples)
 
     def of_earlier_stages(self, tensors: Sequence[Tensor]) -> None:
@@ -306,6 +306,11 @@ class LossTrace(WatchingMode):
         known = self._of(loss)
         return known.terms or None if isinstance(known, _OfModel) else None
 
+    def coupling_of(self, tensor: Tensor) -> str:
+        """How samples were put together in what the model computed; "": they were not, as far as known."""
+        known = self._of(tensor)
+        return _why([(tensor, known)]) if isinstance(known, _OfModel) else ""
+
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = with_lost_weight(function, kwargs or {})
         name = _name(function)
@@ -329,7 +334,7 @@ class LossTrace(WatchingMode):
         else:
             self._samples[id(tensor)] = weakref.ref(tensor), samples
 
-    def _samples_of(self, tensor: Tensor) -> SampleDim | None:
+    def samples_of(self, tensor: Tensor) -> SampleDim | None:
         """Where a tensor holds samples; None: nowhere, or that is not known."""
         noted = self._noted_samples(tensor)
         if noted is not None:
@@ -360,7 +365,7 @@ class LossTrace(WatchingMode):
                 args,
                 kwargs,
                 one,
-                self._samples_of,
+                self.samples_of,
                 self.is_computed,
                 self._is_choice,
                 self._num_samples,
@@ -468,15 +473,15 @@ class LossTrace(WatchingMode):
 
     def _expanded(self, tensor: Tensor, like: Tensor) -> list[int] | None:
         """The sizes to expand an input to, if its samples stay where they are; -1: as they are."""
-        samples, extra = self._samples_of(tensor), like.dim() - tensor.dim()
-        if samples is None or samples.dim + extra != getattr(self._samples_of(like), "dim", None):
+        samples, extra = self.samples_of(tensor), like.dim() - tensor.dim()
+        if samples is None or samples.dim + extra != getattr(self.samples_of(like), "dim", None):
             return None
         own = [0] * extra + list(tensor.shape)
         return [-1 if before == after else after for before, after in zip(own, like.shape, strict=True)]
 
     def _rows_of(self, tensor: Tensor, rows: list[Tensor], known: Any) -> list[Tensor]:
         """The rows of a tensor that is iterated over."""
-        samples = self._samples_of(tensor)
+        samples = self.samples_of(tensor)
         for index, row in enumerate(rows):
             self._hold(row, None if samples is None or not samples.dim else samples._replace(dim=samples.dim - 1))
             if isinstance(known, Count):
@@ -487,7 +492,7 @@ class LossTrace(WatchingMode):
 
     def _row_of(self, tensor: Tensor, what: _OfModel, index: int) -> _OfModel:
         """One row of a tensor: of one sample, if its rows are the samples."""
-        samples = self._samples_of(tensor)
+        samples = self.samples_of(tensor)
         if what.numel is not None and what.numel.function is single:
             return what
         are_rows = not what.is_stack if samples is None else samples.dim == 0
@@ -613,7 +618,7 @@ class LossTrace(WatchingMode):
         if not isinstance(result, Tensor):
             if isinstance(result, list | tuple):
                 tensor, what = models[0]
-                samples, dim = self._samples_of(tensor), (args[1:] or (kwargs.get("dim", 0),))[0]
+                samples, dim = self.samples_of(tensor), (args[1:] or (kwargs.get("dim", 0),))[0]
                 if name == "unbind" and (dim == 0 or (samples is not None and dim % tensor.dim() == samples.dim)):
                     self._rows_of(tensor if dim == 0 else tensor.detach().movedim(dim, 0), list(result), what)
                 elif what.terms is None:
@@ -662,7 +667,7 @@ class LossTrace(WatchingMode):
         self._note(args[0] if writes_to and name == "setitem" else result, found)
 
     def _are_sure(self, models: list[tuple[Tensor, _OfModel]]) -> bool:
-        return any((samples := self._samples_of(tensor)) is not None and samples.is_sure for tensor, _ in models)
+        return any((samples := self.samples_of(tensor)) is not None and samples.is_sure for tensor, _ in models)
 
     def _note_statistics(self, name: str, models: list[tuple[Tensor, _OfModel]]) -> None:
         if not self._are_sure([one for one in models if one[1].terms is None]):
@@ -748,7 +753,7 @@ class LossTrace(WatchingMode):
 
     def _one_of(self, name: str, tensor: Tensor, index: int, result: Tensor, what: _OfModel) -> _OfModel:
         """Of one of several tensors that a function made of one with samples."""
-        made, samples = self._made_of(result), self._samples_of(tensor)
+        made, samples = self._made_of(result), self.samples_of(tensor)
         if samples is not None and samples.rows == 1 and name in _DIVIDING_IN_PARTS:
             is_row = tensor.shape[samples.dim] == self._num_samples > 1 == result.shape[samples.dim]
             what = what._replace(numel=self._count(single, index)) if is_row else what
@@ -792,7 +797,7 @@ class LossTrace(WatchingMode):
             if isinstance(index[0], int) and models[0][0] is args[0]:
                 return self._row_of(args[0], models[0][1]._replace(why=why), index[0])
             if isinstance(index[0], slice) and models[0][0] is args[0] and result.dim() and len(result) == 1:
-                samples, start = self._samples_of(args[0]), index[0].indices(len(args[0]))[0]
+                samples, start = self.samples_of(args[0]), index[0].indices(len(args[0]))[0]
                 if samples is not None and samples.dim == 0 and len(args[0]) > 1:
                     return self._row_of(args[0], models[0][1]._replace(why=why), start)
             for one in index:
@@ -890,7 +895,7 @@ class LossTrace(WatchingMode):
         listed = range(tensor.dim()) if dims is None or dims == () else [dims] if isinstance(dims, int) else dims
         over = {dim % tensor.dim() for dim in listed} if tensor.dim() else {0}
         is_chosen = what.numel is not None and what.numel.function is _chosen
-        if self._samples_of(tensor) is not None:
+        if self.samples_of(tensor) is not None:
             if not self._made_of(result).is_gone:
                 return _OfModel(what.numel if is_chosen else None, why=what.why)
         elif len(over) < max(tensor.dim(), 1):
@@ -926,7 +931,7 @@ class LossTrace(WatchingMode):
                 why = why or "classes that are the samples themselves"
         if call.reduction == "none":
             return self._items(name, (call.input, target), result, [(call.input, of_input._replace(why=why))])
-        samples = self._samples_of(call.input)
+        samples = self.samples_of(call.input)
         if call.is_batch_mean and samples is not None and samples.dim:
             # What it divides by is no number of samples.
             return _OfModel(terms=(self._term((), result, why)._replace(adds_up=True),))

@@ -41,14 +41,14 @@ class ManualCall:
     size: int = field(init=False)
 
     def __post_init__(self) -> None:
-        given = _tensors((self.args, self.kwargs))
+        given = tensors_of((self.args, self.kwargs))
         self.versions = _versions(given)
         self.size = sum([tensor.nbytes for tensor in given])
 
     @property
     def is_as_it_was(self) -> bool:
         """Whether the arguments have not been written to since the call."""
-        return self.versions == _versions(_tensors((self.args, self.kwargs)))
+        return self.versions == _versions(tensors_of((self.args, self.kwargs)))
 
     def again(
         self, forward: _Forward, device: torch.device, on_output_gradient: Callable[[Tensor, Tensor], None]
@@ -58,11 +58,11 @@ class ManualCall:
         ``on_output_gradient(output, gradient)`` is called for every output.
         """
         set_random_state(self.random, device)
-        returned = _tensors(forward(*self.args, **self.kwargs))
+        returned = tensors_of(forward(*self.args, **self.kwargs))
         starts = []
         for index, gradient in self.gradients.items():
             on_output_gradient(returned[index], gradient)
-            starts.append(start := _end(returned[index]))
+            starts.append(start := end_of(returned[index]))
             # The total gradient, which includes paths through other outputs: a returned loss depends on the logits.
             start.register_hook(functools.partial(_replaced, gradient))  # type: ignore[no-untyped-call]  # torch
         torch.autograd.backward(starts, [torch.zeros_like(start) for start in starts])
@@ -121,8 +121,8 @@ class ManualCallRecorder:
         self._num_made += 1
         call = ManualCall(self._num_made, args, kwargs, random_state(self._device))
         output = forward(*args, **kwargs)
-        for index, tensor in enumerate(_tensors(output)):
-            if (end := _end(tensor)).requires_grad:
+        for index, tensor in enumerate(tensors_of(output)):
+            if (end := end_of(tensor)).requires_grad:
                 end.register_hook(functools.partial(self._came_back, call, index))  # type: ignore[no-untyped-call]  # torch
         return output
 
@@ -153,7 +153,7 @@ def _versions(tensors: list[Tensor]) -> list[int | None]:
     return [version_or_none(tensor) for tensor in tensors]
 
 
-def _tensors(output: Any) -> list[Tensor]:
+def tensors_of(output: Any) -> list[Tensor]:
     """The tensors in tuples, lists, dicts and Hugging Face outputs, each once."""
     found, pending = {}, [output]
     while pending:
@@ -167,7 +167,7 @@ def _tensors(output: Any) -> list[Tensor]:
     return list(found.values())
 
 
-def _end(tensor: Tensor) -> Tensor:
+def end_of(tensor: Tensor) -> Tensor:
     """The tensor that receives the gradient of an output: of a deferred gather, the local shard."""
     return tensor.local if isinstance(tensor, DeferredGatherTensor) else tensor
 

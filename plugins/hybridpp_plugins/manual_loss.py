@@ -1,20 +1,47 @@
 """Weights of the replicas' losses in ``booster.backward``, by what these are means over."""
 
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridpp.cluster import Group, get_dist_logger
 from hybridpp.errors import ConfigError, UnlikeCallsError
-from hybridpp.pipeline import GraphLoss, read_loss, weigh
+from hybridpp.nn import walk
+from hybridpp.nn.torch_private import DisableTorchFunctionSubclass, is_functorch_active
+from hybridpp.partition.compiled import is_compiled_by_script
+from hybridpp.pipeline import GraphLoss, LossTrace, read_loss, weigh
+from hybridpp.pipeline.loss_coupling import LossSection, mark_outputs, num_samples_of
+from hybridpp.pipeline.loss_form import ADVICE
+from hybridpp_plugins.manual_forward import end_of, tensors_of
 
-_DECLARED = 1 << 25
+_DECLARED, _NOTHING = 1 << 25, 1 << 26
 # Of more terms a graph does not tell whether they are of tasks, or of samples one by one, which cannot be matched.
 _MAX_TERMS = 6
+# The first calls of a model that are watched, and the ways to make a loss that are looked at.
+_MAX_WATCHED, _MAX_LOOKED_AT = 4, 16
+# What a replica tells of its call before its numbers.
+_IS_SYNCING, _KIND, _IS_COUPLED, _NUM_FACTS = 0, 1, 2, 3
+_NUM_ITEMS = (
+    "pass booster.backward(loss, optimizer, num_items=...), what each replica's loss counts by (num_items=1 on all "
+    "of them is the plain mean). See docs/losses.md."
+)
+_COUPLED = (
+    "the loss that booster.backward gets puts samples together ({why}), as negatives of a contrastive loss, statistics "
+    "of a batch and a balance of experts do. Each replica's is made of its own samples, so their mean is not the loss "
+    "of the whole batch. Compute it with booster.execute_pipeline and a criterion with coupled = True, which gets the "
+    "outputs of all replicas; or, if each replica's own samples are meant, or samples that belong together, "
+) + _NUM_ITEMS
+_UNLIKE = (
+    "the losses that booster.backward gets are made in different ways on the replicas (of other terms, or outputs of "
+    "the model), so the parts of the whole batch's loss cannot be weighted: "
+    + ADVICE
+    + ". A replica that has nothing to "
+    "learn may pass a loss times 0. Or, if they are meant to differ, " + _NUM_ITEMS
+)
 _WARNING = (
     "the losses that booster.backward gets on the replicas are of batches of unlike sizes, and what they are means "
     "over cannot be found (or they are made in different ways): the gradient is the plain mean of the replicas' "
@@ -45,14 +72,37 @@ class ManualLosses:
 
     def __init__(self, group: Group, device: torch.device):
         self._group, self._device = group, device
-        self._digest = 0
+        self._kinds, self._sizes, self._has_nothing = 0, 0, False
         self._has_warned = False
+        self._num_watched = 0
+        self._looked_at: set[int] = set()
+
+    def around(self, inner: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
+        """A wrapper of the script's own calls of the model, whose outputs are marked; ``inner`` wraps them inside."""
+
+        def run(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not torch.is_grad_enabled() or is_functorch_active():
+                return inner(forward, args, kwargs)
+            num_samples, trace = num_samples_of(tensors_of((args, kwargs))), None
+            if num_samples and self._num_watched < _MAX_WATCHED:
+                self._num_watched += 1
+                # A compiler that the script has called would trace what watches.
+                if not any(map(is_compiled_by_script, walk.modules(model))):
+                    trace = LossTrace([args, kwargs], num_samples)
+            with trace or nullcontext():
+                outputs = inner(forward, args, kwargs)
+            with DisableTorchFunctionSubclass():
+                mark_outputs(list(map(end_of, tensors_of(outputs))), num_samples, trace)
+            return outputs
+
+        return run
 
     @contextmanager
     def weighed(self, loss: Tensor, num_items: Any, *, is_syncing: bool) -> Iterator[None]:
         """A context for the backward pass of a loss.
 
-        Collective: all replicas; one all-gather of some numbers, for which the host does not wait.
+        Collective: all replicas; one all-gather of some numbers, for which the host does not wait, but for losses that
+        are made in a new way.
 
         Args:
             loss: scalar, with a graph.
@@ -61,20 +111,25 @@ class ManualLosses:
 
         Raises:
             UnlikeCallsError: replicas are in different calls; noticed if the device is the host.
-            ConfigError: ``num_items`` is no number.
+            ConfigError: ``num_items`` is no number; or the loss puts samples together; or replicas' losses are made in
+                different ways, which is noticed later if the device is not the host.
         """
-        found = GraphLoss() if num_items is not None else read_loss(loss, _MAX_TERMS)
+        why, is_new = "", False
         if num_items is not None:
-            nodes, counts, kind = [loss.grad_fn], [_checked(num_items)], _DECLARED
+            nodes, counts, kind, size = [loss.grad_fn], [_checked(num_items)], _DECLARED, 0
         else:
+            found, section = read_loss(loss, _MAX_TERMS), LossSection(loss)
             nodes, counts = [term.node for term in found.terms], [term.num_items for term in found.terms]
-            kind = found.kind
-        if num_items is None and loss.grad_fn is not None and all(term.is_sum for term in found.terms):
-            why = "a sum that is divided by nothing" if found.terms else f"it ends with {loss.grad_fn.name()}"
-            self._warn_once(_UNKNOWN.format(why=why))
-        if kind or found.size:
-            self._digest = zlib.crc32(repr((kind, found.size)).encode(), self._digest)
-        weights = self._weights(float(kind), counts, is_syncing)
+            kind, size = _kind(found, section), found.size
+            is_new = section.signature not in self._looked_at and len(self._looked_at) < _MAX_LOOKED_AT
+            if is_new:
+                self._looked_at.add(section.signature)
+                why = section.coupling(loss, is_of_one_item=_is_of_one_item(found))
+            if loss.grad_fn is not None and not found.is_nothing and all(term.is_sum for term in found.terms):
+                how = "a sum that is divided by nothing" if found.terms else f"it ends with {loss.grad_fn.name()}"
+                self._warn_once(_UNKNOWN.format(why=how))
+        self._note(kind, size)
+        weights = self._weights([float(is_syncing), float(kind), float(bool(why))], counts, is_new=is_new, why=why)
         handles = [weigh(node, weight) for node, weight in zip(nodes, weights, strict=False) if node is not None]
         try:
             yield
@@ -82,38 +137,79 @@ class ManualLosses:
             for handle in handles:
                 handle.remove()
 
-    def _weights(self, kind: float, counts: list[Any], is_syncing: bool) -> Tensor:
-        """By count: this replica's over the mean of all; ones, where replicas' losses are unlike."""
-        row = [float(is_syncing), kind, *counts, *[0.0] * (_MAX_TERMS - len(counts))]
+    def _note(self, kind: int, size: int) -> None:
+        self._has_nothing |= kind == _NOTHING
+        if kind != _NOTHING:
+            self._kinds = zlib.crc32(repr(kind).encode(), self._kinds)
+        if size:
+            self._sizes = zlib.crc32(repr(size).encode(), self._sizes)
+
+    def _weights(self, facts: list[float], counts: list[Any], *, is_new: bool, why: str) -> Tensor:
+        """By count: this replica's over the mean of all; ones, where these are not known."""
+        row = [*facts, *counts, *[0.0] * (_MAX_TERMS - len(counts))]
         if any(isinstance(one, Tensor) for one in row):
             own = torch.stack([torch.as_tensor(one, dtype=torch.float64).to(self._device).reshape(()) for one in row])
         else:
             own = torch.tensor(row, dtype=torch.float64).to(self._device)
         rows = torch.stack(list(self._group.all_gather(own)))
-        if rows.is_cpu and bool((rows[:, 0] != rows[0, 0]).any()):
-            raise UnlikeCallsError(
-                "all replicas must call booster.backward as often inside no_sync, where each tells the others its "
-                "number of items: some are inside of it, and others are not. Call it as often on all of them."
-            )
-        total = rows[:, 2:].sum(0)
-        is_alike = (rows[:, 1] == rows[0, 1]).all() & (total > 0)
+        if rows.is_cpu or is_new:
+            _check(rows[:, :_NUM_FACTS].tolist(), why)
+        total, kinds = rows[:, _NUM_FACTS:].sum(0), rows[:, _KIND]
+        # A replica whose loss is nothing is like any other.
+        kind = torch.where(kinds == _NOTHING, 0, kinds).amax()
+        is_alike = ((kinds == kind) | (kinds == _NOTHING)).all() & (kind > 0) & (total > 0)
         # Exactly 1 for equal counts.
-        return torch.where(is_alike, own[2:] * len(rows) / total, torch.ones_like(total))
+        return torch.where(is_alike, own[_NUM_FACTS:] * len(rows) / total, torch.ones_like(total))
 
     def digest(self) -> float:
         """Of what is not exchanged of the losses since it was asked for last: how they are made, and unknown sizes."""
-        digest, self._digest = self._digest, 0
-        return float(digest)
+        kinds = 0 if self._has_nothing else 1 + (self._kinds & 0xFFFFFF)
+        digest = float(kinds << 24 | self._sizes & 0xFFFFFF)
+        self._kinds, self._sizes, self._has_nothing = 0, 0, False
+        return digest
 
-    def heard(self, digests: Any) -> None:
-        """Warn, once, if those of all ranks differ."""
-        if len(set(digests)) > 1:
+    def heard(self, digests: Iterable[float]) -> None:
+        """What all ranks have said of their losses.
+
+        Raises:
+            ConfigError: they are made in different ways.
+        """
+        kinds, sizes = zip(*(divmod(int(one), 1 << 24) for one in digests), strict=True)
+        if len({one for one in kinds if one}) > 1:
+            raise ConfigError(_UNLIKE)
+        if len(set(sizes)) > 1:
             self._warn_once(_WARNING)
 
     def _warn_once(self, text: str) -> None:
         if not self._has_warned:
             self._has_warned = True
             _warn(text)
+
+
+def _kind(found: GraphLoss, section: LossSection) -> int:
+    """Equal for losses that are made in the same way, of the same outputs; 0: that is not known."""
+    if found.is_nothing or not found.kind:
+        return _NOTHING if found.is_nothing else 0
+    return 1 + (zlib.crc32(repr((found.kind, section.positions)).encode()) & 0xFFFFFF)
+
+
+def _is_of_one_item(found: GraphLoss) -> bool | None:
+    if not found.terms or any(term.is_sum for term in found.terms):
+        return None
+    return all(float(term.num_items) <= 1 for term in found.terms)
+
+
+def _check(facts: Sequence[Sequence[float]], why: str) -> None:
+    """What replicas tell of their calls must be alike."""
+    if len({row[_IS_SYNCING] for row in facts}) > 1:
+        raise UnlikeCallsError(
+            "all replicas must call booster.backward as often inside no_sync, where each tells the others its "
+            "number of items: some are inside of it, and others are not. Call it as often on all of them."
+        )
+    if len({row[_KIND] for row in facts} - {_NOTHING}) > 1:
+        raise ConfigError(_UNLIKE)
+    if any(row[_IS_COUPLED] for row in facts):
+        raise ConfigError(_COUPLED.format(why=why or "on another replica"))
 
 
 def _checked(num_items: Any) -> Any:

@@ -131,6 +131,9 @@ def boost(parts: Boosted, context: BoostContext, index: int, compared: ComparedF
             staged.around_call = boosted.weights_in_loss.around(staged.around_call)
         if boosted.replica_buffers is not None:
             staged.around_call = boosted.replica_buffers.around(staged.around_call)
+        if boosted.manual_losses is not None:
+            assert staged.around_call is not None, "it explains errors, at least"
+            staged.around_call = boosted.manual_losses.around(staged.around_call, model)
     engine = Engine(
         adapter=adapter,
         staged=staged,

@@ -212,8 +212,6 @@ def drawn(number: int) -> Script:
     if STYLES[style].losses[loss].is_coupled and settings.get("schedule", "1f1b") in ("1f1b", "gpipe"):
         settings.pop("microbatch_size", None)
         settings["num_microbatches"] = 1
-    if STYLES[style].losses[loss].is_coupled and "own loop" in between:  # the script would have to gather, too
-        between.remove("own loop")
     return Script(
         style=style,
         loss=loss,

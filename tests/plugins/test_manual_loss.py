@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from hybridpp_plugins.manual_loss import ManualLosses
 from support import boosted, gradients_of, sgd
 from torch import nn
 from torch.nn import functional
@@ -212,6 +213,161 @@ def test_a_known_or_a_declared_loss_is_not_named(monkeypatch):
 
     Loopback(2).run(run)
     assert said == []
+
+
+def _refused(call, model=_tagger, **settings):
+    """The error of each replica in its first call."""
+
+    def run():
+        torch.manual_seed(0)
+        booster, boosted_model, optimizer = boosted(model(), sgd, _ROWS[:2], **settings)
+        replica = booster.plugin.layout.here.dp
+        with pytest.raises(ConfigError) as error:
+            booster.backward(call(boosted_model, replica), optimizer)
+        booster.backward(call(boosted_model, replica), optimizer, num_items=1)
+        return str(error.value)
+
+    return Loopback(2).run(run)
+
+
+def _in_batch(out):
+    codes = functional.normalize(out.mean(1), dim=-1)
+    return functional.cross_entropy(codes @ codes.T / 0.1, torch.arange(len(codes)))
+
+
+def _standardised(out):
+    scores = out.mean((1, 2))
+    return ((scores - scores.mean()) / scores.std()).pow(3).mean()
+
+
+def _relativistic(out):
+    real, made = out.mean((1, 2)).chunk(2)
+    return functional.softplus(made.mean() - real).mean()
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+@pytest.mark.parametrize("loss_of", [_in_batch, _standardised, _relativistic, lambda out: out.square().mean().sqrt()])
+def test_a_loop_whose_loss_couples_samples_is_refused_on_every_replica(loss_of, zero_stage):
+    for error in _refused(lambda model, replica: loss_of(model(_ROWS[:4])), zero_stage=zero_stage):
+        assert "puts samples together" in error
+        assert "coupled = True" in error
+
+
+def test_a_loop_whose_loss_couples_samples_later_on_is_refused_then():
+    def run():
+        booster, model, optimizer = boosted(_tagger(), sgd, _ROWS[:2])
+        for _ in range(5):
+            booster.backward(model(_ROWS).square().mean(), optimizer)
+            optimizer.step()
+        with pytest.raises(ConfigError, match="puts samples together"):
+            booster.backward(_in_batch(model(_ROWS)), optimizer)
+
+    Loopback(2).run(run)
+
+
+class Balanced(Tagger):
+    """Returns what is no sum over samples: numbers of each pair, and a balance of all."""
+
+    def forward(self, rows):
+        logits = super().forward(rows)
+        shares = logits.softmax(-1)
+        used = torch.nn.functional.one_hot(logits.argmax(-1), 5).float().mean((0, 1))
+        codes = logits.mean(1)
+        return {"logits": logits, "balance": (shares.mean((0, 1)) * used).sum(), "pairs": codes @ codes.T}
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        lambda out: out["logits"].square().mean() + 0.1 * out["balance"],
+        lambda out: functional.cross_entropy(out["pairs"], torch.arange(6)),
+    ],
+)
+def test_a_loop_with_what_the_model_made_of_several_samples_is_refused(loss_of):
+    for error in _refused(lambda model, replica: loss_of(model(_ROWS)), Balanced):
+        assert "puts samples together" in error
+
+
+def test_a_loop_may_leave_unused_what_the_model_made_of_several_samples():
+    def run():
+        torch.manual_seed(0)
+        booster, model, optimizer = boosted(Balanced(), sgd, _ROWS[:2])
+        booster.backward(model(_ROWS)["logits"].square().mean(), optimizer)
+
+    Loopback(2).run(run)
+
+
+def _of_pairs(out):
+    chosen, rejected = out.mean((1, 2)).chunk(2)
+    return -functional.logsigmoid(chosen - rejected).mean()
+
+
+def _of_lists(out):
+    return functional.cross_entropy(out.mean((1, 2)).view(-1, 3), torch.zeros(len(out) // 3, dtype=torch.long))
+
+
+@pytest.mark.parametrize(("loss_of", "number"), [(_of_pairs, 4), (_of_lists, 6), (_of_lists, 3)])
+def test_samples_that_belong_together_are_no_coupling_in_a_loop(loss_of, number):
+    def run():
+        booster, model, optimizer = boosted(_tagger(), sgd, _ROWS[:2])
+        booster.backward(loss_of(model(_ROWS[:number])), optimizer)
+        return gradients_of(booster, model)
+
+    whole = _tagger()
+    loss_of(whole(_ROWS[:number])).backward()
+    for found in Loopback(2).run(run):
+        for name, parameter in whole.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad)
+
+
+class TwoHeads(Tagger):
+    def forward(self, rows):
+        return super().forward(rows), self.body(rows)
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        lambda out, replica: out[replica].square().mean(),
+        lambda out, replica: out[0].square().mean() + (out[1].square().mean() if replica else 0),
+        lambda out, replica: out[0].square().mean() if replica else out[0].abs().sum() / 3,
+    ],
+)
+def test_replicas_whose_losses_are_made_in_different_ways_are_refused(loss_of):
+    for error in _refused(lambda model, replica: loss_of(model(_ROWS), replica), TwoHeads):
+        assert "made in different ways" in error
+
+
+def test_replicas_losses_made_in_different_ways_are_refused_a_call_later():
+    """As on a device, where the host does not wait for what replicas exchange."""
+    one, other = (ManualLosses(None, torch.device("cpu")) for _ in range(2))
+    one._note(5, 0)
+    other._note(6, 0)
+    with pytest.raises(ConfigError, match="made in different ways"):
+        one.heard([one.digest(), other.digest()])
+    one._note(5, 0)
+    other._note(1 << 26, 0)
+    one.heard([one.digest(), other.digest()])
+
+
+@pytest.mark.parametrize("nothing", [lambda out: out.sum() * 0, lambda out: 0.0 * out.logsumexp((0, 1, 2))])
+def test_a_replica_whose_loss_is_times_0_has_no_items(nothing):
+    def loss_of(out, targets):
+        return nothing(out) if (targets == -100).all() else _cross_entropy(out, targets)
+
+    targets = _TARGETS.clone()
+    targets[4:] = -100
+    whole = _expected(_cross_entropy, [(_ROWS, targets)], _tagger())
+
+    def run():
+        booster, model, optimizer = boosted(_tagger(), sgd, _ROWS[:2])
+        rows, own = _parts(targets)[booster.plugin.layout.here.dp]
+        booster.backward(loss_of(model(rows), own), optimizer)
+        return gradients_of(booster, model)
+
+    for found in Loopback(2).run(run):
+        for name, gradient in whole.items():
+            torch.testing.assert_close(found[name], gradient, atol=1e-6, rtol=1e-5)
 
 
 def test_num_items_must_be_a_number():

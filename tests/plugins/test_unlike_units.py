@@ -160,7 +160,8 @@ def step_difference(make_model, loss_of, steps, *, pipeline=False, **settings):
                 data = iter([{"x": x, **inputs[rank]}])
                 booster.execute_pipeline(data, model, mean_square, optimizer)
             else:
-                booster.backward(loss_of(model, x, inputs[rank]), optimizer)
+                # The mean of the replicas' losses, of whichever outputs they are.
+                booster.backward(loss_of(model, x, inputs[rank]), optimizer, num_items=1)
             optimizer.step()
         with booster.unsharded(model):
             return [parameter.detach().clone() for parameter in model.parameters()]

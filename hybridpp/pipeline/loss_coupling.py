@@ -1,0 +1,214 @@
+"""Whether a loss that a script made of a model's outputs puts samples together: its graph is asked."""
+
+import math
+import weakref
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from hybridpp.nn.torch_private import INPUT_METADATA
+from hybridpp.pipeline.loss_trace import LossTrace
+from hybridpp.pipeline.sample_dims import SampleDim, guessed_samples
+
+_KEY = "hybridpp.output"
+# Nodes between a loss and the outputs that tell how it is made; and all that are looked at.
+_MAX_TOLD, _MAX_NODES = 100, 20_000
+# The most elements of outputs whose second derivatives are computed: they take some times the memory.
+MAX_ELEMENTS = 2**27
+# Samples whose couplings are followed.
+_MAX_FOLLOWED = 8
+# The part of the largest second derivative that rounding may be.
+_TOLERANCE = 1e-6
+
+_Edge: TypeAlias = tuple[Node, int]
+_Sample: TypeAlias = tuple[int, int]
+"""Of a call of so many samples, its index. Calls of as many samples are about the same ones, as of two views."""
+
+
+class _Output(NamedTuple):
+    """What is noted at the node of the graph that made a model's output.
+
+    Attributes:
+        position: among the outputs of the call.
+        num_samples: of the call.
+        samples: where the output holds them; None: that is not known.
+        why: how the model put samples together, as far as known; "": it did not.
+        tensor: the output, while the script holds it.
+    """
+
+    position: int
+    num_samples: int
+    samples: SampleDim | None
+    why: str
+    tensor: "weakref.ref[Tensor]"
+
+
+def num_samples_of(given: Iterable[Tensor]) -> int:
+    """The number of samples that a model is called with: the most usual first size of its tensors; 0: it has none."""
+    sizes = Counter(tensor.shape[0] for tensor in given if tensor.dim())
+    return max(sizes, key=lambda size: sizes[size], default=0)
+
+
+def mark_outputs(outputs: Sequence[Tensor], num_samples: int, trace: LossTrace | None = None) -> None:
+    """Note at the graph of a model's outputs that a call returned them; :class:`LossSection` finds it there.
+
+    Args:
+        outputs: of a call of a model.
+        num_samples: of the call; 0: that is not known.
+        trace: that has watched the call; None: nothing has.
+    """
+    guessed = guessed_samples([one.shape for one in outputs], num_samples) if num_samples else [None] * len(outputs)
+    for position, (tensor, guess) in enumerate(zip(outputs, guessed, strict=True)):
+        if tensor.grad_fn is None:
+            continue
+        samples = (None if trace is None else trace.samples_of(tensor)) or guess
+        why = "" if trace is None else trace.coupling_of(tensor)
+        output = _Output(position, num_samples, samples if tensor.dim() else None, why, weakref.ref(tensor))
+        edge = get_gradient_edge(tensor)
+        _notes(edge.node).setdefault(_KEY, {})[edge.output_nr] = output
+
+
+class LossSection:
+    """The part of a loss's graph between the loss and outputs of models that are marked.
+
+    Attributes:
+        signature: equal for losses that are made of the same outputs by the same functions, as far as they are looked
+            at; from 1 on.
+        positions: of these outputs, among those of their calls.
+    """
+
+    def __init__(self, loss: Tensor):
+        self._outputs: dict[_Edge, _Output] = {}
+        self._is_own = False
+        names = self._walk(loss, _MAX_TOLD)
+        self.positions = sorted(one.position for one in self._outputs.values())
+        self.signature = 1 + (zlib.crc32(repr((names, self.positions)).encode()) & 0xFFFFFF)
+
+    def _walk(self, loss: Tensor, limit: int) -> list[str]:
+        self._outputs, self._is_own = {}, False
+        names: list[str] = []
+        start = get_gradient_edge(loss)
+        pending: list[_Edge] = [(start.node, start.output_nr)]
+        seen = {pending[0][0]}
+        for node, number in pending:
+            marked = _notes(node).get(_KEY)
+            if marked is not None:
+                if number in marked:
+                    self._outputs[node, number] = marked[number]
+                # Of one function's other results, nothing is known.
+                continue
+            if len(names) == limit:
+                break
+            names.append(node.name())
+            self._is_own |= isinstance(node, BackwardCFunction)
+            for following, which in node.next_functions:
+                if following is None or (following in seen and _KEY not in _notes(following)):
+                    continue
+                seen.add(following)
+                pending.append((following, which))
+        return names
+
+    def coupling(self, loss: Tensor, *, is_of_one_item: bool | None) -> str:
+        """How a loss puts samples together, as far as that shows; "": it does not.
+
+        The loss of a sample, or of some that belong together, has no second derivative with respect to outputs of it
+        and of another one. This takes two backward passes or more through what the script made of the outputs.
+
+        Args:
+            loss: that the section is of.
+            is_of_one_item: whether it is a mean over one item, which may be all samples; None: that is not known.
+        """
+        self._walk(loss, _MAX_NODES)
+        why = next((one.why for one in self._outputs.values() if one.why), "")
+        if why:
+            return why
+        # An autograd function of the script's may be unable to go back twice.
+        ends = {} if self._is_own else self._last()
+        if not ends or sum(map(_numel, ends)) > MAX_ELEMENTS:
+            return ""
+        kept = [(one, one.grad) for mark in ends.values() if (one := mark.tensor()) is not None and one.retains_grad]
+        try:
+            number = _number_coupled(loss, ends)
+        except (RuntimeError, NotImplementedError):  # it has no second derivative; or memory runs out
+            return ""
+        finally:
+            for tensor, gradient in kept:
+                tensor.grad = gradient
+        if number < (3 if is_of_one_item is None else 2) or is_of_one_item:
+            return ""
+        return "the gradient of a sample's outputs depends on all other samples"
+
+    def _last(self) -> dict[_Edge, _Output]:
+        """The outputs with samples of which none of the others is made."""
+        ends = {edge: one for edge, one in self._outputs.items() if one.samples is not None}
+        nodes = {node for node, _ in ends}
+        for edge in [*ends] if len(nodes) > 1 else ():
+            seen, pending = {edge[0]}, [edge[0]]
+            for node in pending[:_MAX_NODES]:
+                following = {one for one, _ in node.next_functions if one is not None} - seen
+                seen |= following
+                pending += following
+                for other in [one for one in ends if one[0] in following]:
+                    del ends[other]
+        return ends
+
+
+def _notes(node: Node) -> dict[str, Any]:
+    """What is noted at a node of the graph, as long as it lives; torch declares it as a method."""
+    notes: Any = node.metadata
+    return cast(dict[str, Any], notes)
+
+
+def _numel(edge: _Edge) -> int:
+    node, number = edge
+    return math.prod(getattr(node, INPUT_METADATA)[number].shape)
+
+
+def _number_coupled(loss: Tensor, ends: dict[_Edge, _Output]) -> int:
+    """The number of samples whose outputs the loss depends on, if all of these are coupled, else 0."""
+    edges, outputs = [GradientEdge(*one) for one in ends], list(ends.values())
+    with torch.enable_grad():
+        gradients = torch.autograd.grad(loss, edges, create_graph=True, allow_unused=True)
+        rows = [
+            (one.num_samples, _by_sample(of, one)) for of, one in zip(gradients, outputs, strict=True) if of is not None
+        ]
+    active, generator = _nonzero(rows, 0.0), torch.Generator().manual_seed(0)
+    reached, followed = {min(active, default=(0, 0))}, set[_Sample]()
+    while reached < active and len(followed) < _MAX_FOLLOWED and (left := reached - followed):
+        number, index = sample = min(left)
+        followed.add(sample)
+        own = [of[index] for number_of, of in rows if number_of == number and of.requires_grad]
+        if not own:
+            continue
+        # Of weights that are no constant ones, since gradients of logits add up to 0.
+        chosen = [(one * torch.randn(one.shape, generator=generator).to(one)).sum() for one in own]
+        found = torch.autograd.grad(chosen, edges, retain_graph=True, allow_unused=True)
+        pairs = zip(found, outputs, strict=True)
+        reached |= active & _nonzero(
+            [(one.num_samples, _by_sample(of, one)) for of, one in pairs if of is not None], _TOLERANCE
+        )
+    return len(active) if reached >= active else 0
+
+
+def _by_sample(gradient: Tensor, output: _Output) -> Tensor:
+    """A row for each sample of an output."""
+    assert output.samples is not None
+    dim, rows, _, order = output.samples
+    rows_of = gradient.movedim(dim, 0).reshape(
+        gradient.shape[dim] // (output.num_samples * rows), output.num_samples, -1
+    )
+    by_sample = rows_of.transpose(0, 1).flatten(1)
+    return by_sample[torch.tensor(order).argsort()] if len(order) == output.num_samples else by_sample
+
+
+def _nonzero(rows: Sequence[tuple[int, Tensor]], tolerance: float) -> set[_Sample]:
+    """The samples whose rows are not 0, nor next to it compared with the largest of all."""
+    sizes = [(number, one.detach().double().nan_to_num(0.0, 0.0, 0.0).abs().amax(1).tolist()) for number, one in rows]
+    limit = tolerance * max((size for _, of in sizes for size in of), default=0.0)
+    return {(number, index) for number, of in sizes for index, size in enumerate(of) if size > limit}
