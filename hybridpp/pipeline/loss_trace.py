@@ -132,7 +132,9 @@ _SHARED_INTS = -5, 256
 _MAKING_ZERO = frozenset(["zeros", "new_zeros", "zeros_like"])
 OF_EARLIER_STAGE = "a number of an earlier stage"
 """The reason of a term that this stage has received."""
-_CLASS_LOSSES = frozenset(["cross_entropy", "nll_loss"])
+# A head and its loss in one.
+_FUSED_LOSS = "linear_cross_entropy"
+_CLASS_LOSSES = frozenset(["cross_entropy", "nll_loss", _FUSED_LOSS])
 
 
 @dataclass(frozen=True, eq=False)
@@ -456,6 +458,8 @@ class LossTrace(WatchingMode):
             if sizes is not None:
                 self._note(result, self._count(Tensor.expand, known[0], *sizes))
                 return None
+        if name == _FUSED_LOSS and not models and isinstance(known[0], Count) and nn.Parameter in known:
+            models = [(given[0], _OfModel(known[0]))]  # its logits are made with parameters
         if models:
             self._of_model(function, name, args, kwargs, result, models)
             return None
@@ -911,6 +915,8 @@ class LossTrace(WatchingMode):
     def _loss(self, name: str, call: "_LossCall", result: Tensor, models: list[tuple[Tensor, _OfModel]]) -> _OfModel:
         """Of one of torch's losses."""
         why = _why(models)
+        if call.head is not None and not self.in_criterion:
+            why = why or self._made_of(result).why
         if any(what.terms is not None for _, what in models):
             why = why or f"{name} of a sum over samples"
         target, of_input = call.target, next((what for tensor, what in models if tensor is call.input), models[0][1])
@@ -925,7 +931,8 @@ class LossTrace(WatchingMode):
         elif is_classes and isinstance(known, _OfModel):
             seen = counted_targets(target, call.ignore_index, call.weight)
             factor = TermFactor(self._rows, -1, True, seen)
-        if is_classes and target.dim() == 1 and len(target) > 1 and call.input.shape[1:] == target.shape:
+        classes = call.input.shape[1:] if call.head is None else call.head.shape[:-1]
+        if is_classes and target.dim() == 1 and len(target) > 1 and classes == target.shape:
             from_batch = isinstance(known, Count) and not known.is_of_sizes
             if not from_batch and torch.equal(target, torch.arange(len(target), device=target.device)):
                 why = why or "classes that are the samples themselves"
@@ -1175,12 +1182,15 @@ class LossTrace(WatchingMode):
 
 
 class _LossCall(NamedTuple):
+    """A call of one of torch's losses; ``head``: the weight that makes logits of its input, where it does so."""
+
     input: Any
     target: Any
     weight: Any
     ignore_index: int
     reduction: str
     is_batch_mean: bool = False
+    head: Any = None
 
 
 _WRITING = frozenset(["iadd", "isub", "imul", "idiv", "itruediv", "ior", "iand"])
@@ -1202,8 +1212,7 @@ _OF_ROWS = frozenset(
         "triplet_margin_loss",
         "triplet_margin_with_distance_loss",
         "ctc_loss",
-        "cross_entropy",
-        "nll_loss",
+        *_CLASS_LOSSES,
     ]
 )
 
@@ -1244,7 +1253,16 @@ def _reduction_of(function: Any, args: Any, kwargs: Any) -> _LossCall | None:
     if is_batch_mean or reduction == "elementwise_mean":
         reduction = "mean"
     target = None if is_batch_mean else given.get("target")
-    return _LossCall(named, target, given.get("weight"), given.get("ignore_index", -100), reduction, is_batch_mean)
+    ignored = given.get("ignore_index")
+    return _LossCall(
+        input=named,
+        target=target,
+        weight=given.get("weight"),
+        ignore_index=-100 if ignored is None else ignored,
+        reduction=reduction,
+        is_batch_mean=is_batch_mean,
+        head=given.get("linear_weight"),
+    )
 
 
 def _is_of_values(count: Any) -> bool:

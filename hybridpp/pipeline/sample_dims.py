@@ -570,6 +570,14 @@ def _of_classes(call: Call) -> Found:
     return call.same(samples.dim - (samples.dim > 1), samples.rows)
 
 
+def _of_fused_head(call: Call) -> Found:
+    """The same of the logits that the loss itself makes."""
+    pairs = call.trusted([call.argument(0, "input"), call.argument(1, "linear_weight")])
+    if len(pairs) > 1:
+        return Found(why=f"{call.name} of each sample with each other")
+    return _of_classes(call)
+
+
 def _written_into(call: Call) -> Found:
     """Of what writes to the places along a dimension that an index says: the index says nothing of other dimensions."""
     own = call.samples_of(call.args[0])
@@ -643,6 +651,7 @@ _RULES: dict[str, Callable[[Call], Found]] = {
     **dict.fromkeys(["embedding", "one_hot"], _looked_up),
     **dict.fromkeys(["lstm", "gru", "rnn_tanh", "rnn_relu"], _recurrent),
     **dict.fromkeys(["cross_entropy", "nll_loss"], _of_classes),
+    "linear_cross_entropy": _of_fused_head,
 }
 
 

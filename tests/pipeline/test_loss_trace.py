@@ -96,6 +96,55 @@ def test_a_term_is_a_sum_divided_by_counts_of_the_inputs(make, expected, trainin
     assert traced(make, training) == expected
 
 
+HEAD = nn.Parameter(torch.linspace(-1, 1, CLASSES * CLASSES).view(CLASSES, CLASSES))
+WEIGHT = torch.arange(1.0, CLASSES + 1)
+LABELS = INPUTS["labels"].flatten()
+
+
+def fused(o, i, head=HEAD, target=None, **settings):
+    target = i["labels"].flatten() if target is None else target
+    return F.linear_cross_entropy(o.flatten(0, 1), head, target, **settings)
+
+
+IS_FUSED = pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.13 is the first that has it")
+
+
+@IS_FUSED
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (fused, [[12]]),
+        (lambda o, i: fused(o, i, ignore_index=-100, options=nn.LinearCrossEntropyOptions()), [[12]]),
+        (lambda o, i: fused(o, i, target=i["ids"].flatten(), linear_bias=HEAD[0], ignore_index=3), [[19]]),
+        (lambda o, i: fused(o, i, weight=WEIGHT), [[float(WEIGHT[LABELS[LABELS >= 0]].sum())]]),
+        (lambda o, i: fused(o, i, label_smoothing=0.1), [[12]]),
+        (lambda o, i: fused(o, i, reduction="sum"), [[]]),
+        (lambda o, i: fused(o, i, reduction="sum") / i["mask"].sum(), [[12]]),
+        (lambda o, i: (fused(o, i, reduction="none") * i["mask"].flatten()).sum() / i["mask"].sum(), [[12]]),
+        (lambda o, i: fused(o, i, reduction="none")[i["mask"].flatten() > 0].mean(), [[12]]),
+        (lambda o, i: fused(o, i, target=F.one_hot(i["ids"].flatten(), CLASSES).float()), [[4]]),
+        (lambda o, i: F.linear_cross_entropy(i["mask"], HEAD[:, :1].expand(-1, LENGTH), i["labels"][:, 0]), [[4]]),
+        (
+            lambda o, i: F.linear_cross_entropy(o[:, 0], o[:, 1], torch.arange(ROWS)),
+            ["classes that are the samples themselves"],
+        ),
+    ],
+)
+def test_a_head_that_is_fused_with_its_loss_counts_as_its_loss(make, expected, training):
+    assert traced(make, training) == expected
+
+
+@IS_FUSED
+def test_a_fused_head_made_of_other_samples_is_told():
+    trace, embedding = LossTrace([INPUTS], ROWS), nn.Embedding(CLASSES, CLASSES)
+    with trace:
+        o = embedding(INPUTS["ids"])
+        loss = F.linear_cross_entropy(o[:, 0], o[:, 1], INPUTS["labels"][:, 0] % ROWS)
+    (term,) = trace.terms(loss)
+    assert term.why == "linear_cross_entropy of each sample with each other"
+
+
 def other_samples(o):
     return torch.tensor([*range(1, len(o)), 0])
 

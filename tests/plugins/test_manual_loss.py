@@ -43,6 +43,12 @@ def _masked(logits, targets):
     return (losses * mask).sum() / mask.sum()
 
 
+def _fused(logits, targets):
+    if not hasattr(functional, "linear_cross_entropy"):  # in torch from 2.13 on
+        return _cross_entropy(logits, targets)
+    return functional.linear_cross_entropy(logits.flatten(0, 1), torch.ones(5, 5).tril(), targets.flatten())
+
+
 def _two_terms(logits, targets):
     return _cross_entropy(logits, targets) + 0.1 * logits.square().mean() + 0.3
 
@@ -112,7 +118,7 @@ def test_backward_weighs_replicas_by_targets_that_count(zero_stage):
 
 
 @pytest.mark.parametrize(
-    "loss_of", [_masked, _two_terms, _smoothed, _of_samples, _stacked, _stacked_dot, _einsum, _divided_before]
+    "loss_of", [_masked, _fused, _two_terms, _smoothed, _of_samples, _stacked, _stacked_dot, _einsum, _divided_before]
 )
 def test_backward_weighs_each_term_by_what_it_is_a_mean_over(loss_of):
     _check(loss_of, [_TARGETS])

@@ -23,6 +23,14 @@ ROWS, LENGTH, VOCABULARY = 8, 6, 11
 LENGTHS = [2, 1, 6, 3, 4, 6, 6, 5]
 
 
+def head_then_loss(hidden, weight, target):
+    return F.cross_entropy(F.linear(hidden, weight), target)
+
+
+# Torch 2.13 is the first that has it.
+fused_loss = getattr(F, "linear_cross_entropy", head_then_loss)
+
+
 class Head(nn.Module):
     """Blocks over token embeddings, and the losses that models compute: by the name of the head."""
 
@@ -52,6 +60,9 @@ class Head(nn.Module):
             )
             losses["masked"] = F.cross_entropy(logits.transpose(1, 2), labels)
             losses["two"] = losses["masked"] + F.cross_entropy(found.pooled, kinds)
+            losses["fused"] = fused_loss(
+                hidden.flatten(0, 1), self.second.weight, labels.where(labels < 0, labels % 3).flatten()
+            )
             start, end = logits[..., 0], logits[..., 1]
             losses["span"] = (
                 F.cross_entropy(start, starts.clamp(0, LENGTH), ignore_index=LENGTH)
@@ -92,6 +103,7 @@ HEADS = {
     "causal, cut": lambda o: o["losses"]["cut"],
     "token classes": lambda o: o["losses"]["masked"],
     "tokens and rows": lambda o: o["losses"]["two"],
+    "fused": lambda o: o["losses"]["fused"],
     "span": lambda o: o["losses"]["span"],
     "function": lambda o, i: F.cross_entropy(o["logits"].flatten(0, 1), i["labels"].flatten()),
     "class weights": lambda o, i: F.cross_entropy(
