@@ -528,7 +528,8 @@ class LossTrace(WatchingMode):
         return None
 
     def _of_inputs(self, function: Any, name: str, args: Any, kwargs: Any, result: Any) -> Any:
-        spec = self._spec(args), self._spec(kwargs)
+        is_product = self.in_criterion and (name in _MULTIPLYING or name in _DIVIDING)
+        spec = self._spec(tuple(map(self._read_before, args)) if is_product else args), self._spec(kwargs)
         writes = _writes(name)
         if writes and isinstance(args[0], Tensor):
             self._note(args[0], self._count(written, function, *spec[0], **spec[1]))
@@ -564,6 +565,15 @@ class LossTrace(WatchingMode):
                 self._applied[self._count(_in_order, spec[0][0])] = None
             return traced(result, count)
         return None
+
+    def _read_before(self, value: Any) -> Any:
+        """A plain number with the count that it is taken for, as in ``w / w.sum() * len(w)``; else the value."""
+        if isinstance(value, TracedInt | TracedFloat) and _name(value.count.function) in _MULTIPLYING | _DIVIDING:
+            parts = [count_of(self._read_before(one)) for one in value.count.args]
+            return traced(value, self._count(value.count.function, *parts))
+        is_constant = self._is_constant_factor(is_divisor=False)
+        found = self._number_like(value, is_constant=is_constant) if type(value) in (int, float) else None
+        return value if found is None else traced(value, found)
 
     def _read(self, value: Any, count: Count) -> Any:
         """A number that the script gets of a count."""
@@ -741,18 +751,22 @@ class LossTrace(WatchingMode):
     def _factors_of(self, count: Count, power: int) -> tuple[TermFactor, ...]:
         """The single numbers in a product of what depends on the inputs."""
         name, inner = _name(count.function), count.args
+        is_product = (name in _MULTIPLYING or name in _DIVIDING or name == "rdiv") and len(inner) == 2
+        is_product &= not count.kwargs
         if count in self._single:
+            self._single.update(one for one in inner if is_product and isinstance(one, Count))
             if name == "mean" and len(inner) == 1 and not count.kwargs and isinstance(inner[0], Count):
                 both = self._count(torch.sum, inner[0]), self._count(numel, inner[0])
                 return TermFactor(both[0], power), TermFactor(both[1], -power)
-            return (TermFactor(count, power),)
+            if not is_product:
+                return (TermFactor(count, power),)
         if name in _KEEPING and name not in _REDUCING and inner and isinstance(inner[0], Count):
             return self._factors_of(inner[0], power)
-        if (name in _MULTIPLYING or name in _DIVIDING) and len(inner) == 2 and not count.kwargs:
-            parts = [self._factors_of(one, power) if isinstance(one, Count) else () for one in inner]
-            if name in _DIVIDING:
-                parts[1] = tuple(TermFactor(one.count, -one.power) for one in parts[1])
-            return _product(*parts)
+        if is_product:
+            dividend, divisor = inner[::-1] if name == "rdiv" else inner
+            powers = power, power if name in _MULTIPLYING else -power
+            parts = zip((dividend, divisor), powers, strict=True)
+            return _product(*(self._factors_of(one, own) if isinstance(one, Count) else () for one, own in parts))
         return ()
 
     def _one_of(self, name: str, tensor: Tensor, index: int, result: Tensor, what: _OfModel) -> _OfModel:

@@ -120,6 +120,9 @@ HEADS = {
     "means of rows": lambda o, i: ((per_token(o, i) * i["mask"]).sum(1) / i["mask"].sum(1)).mean(),
     "rows in turn": rows_in_turn,
     "weighted rows": lambda o, i: (per_token(o, i).mean(1) * i["weights"]).sum() / i["weights"].sum(),
+    "weights of mean 1": lambda o, i: (
+        per_token(o, i).mean(1) * (i["weights"] / i["weights"].sum() * len(i["weights"]))
+    ).mean(),
     "elements": lambda o, i: F.mse_loss(o["hidden"], F.one_hot(i["ids"] % 8, 8).float()) / 3,
     "numel": lambda o, i: per_token(o, i).sum() / i["labels"].numel(),
     "size": lambda o, i: per_token(o, i).sum() / (o["logits"].shape[0] * LENGTH),
@@ -352,6 +355,10 @@ def standard(values):
         (lambda o, i: (o["logits"].mean(1) * standard(i["x"][:, 0])).mean(), LossReduction.COUPLED),
         (lambda o, i: F.mse_loss(o["logits"], i["target"]).sqrt(), LossReduction.COUPLED),
         (lambda o, i: -o["logits"].softmax(0)[:, 0].log().mean(), LossReduction.COUPLED),
+        (
+            lambda o, i: (o["logits"].mean(1) * (i["x"][:, 0] / i["x"][:, 0].norm() * len(i["x"]))).mean(),
+            LossReduction.COUPLED,
+        ),
         (lambda o, i: o["logits"].abs().max(), LossReduction.COUPLED),
         (lambda o, i: torch.cdist(o["logits"], o["logits"]).mean(), LossReduction.COUPLED),
         (lambda o, i: 1 - 2 * (o["logits"].sigmoid() * 0.3).sum() / o["logits"].sigmoid().sum(), LossReduction.COUPLED),
