@@ -197,6 +197,18 @@ def united(lists: Iterable[Sequence[Term]]) -> list[Term]:
     return found
 
 
+def with_unlike(terms: Sequence[Term], others: Iterable[Sequence[Term]]) -> list[Term]:
+    """The terms with those of other losses that are divided by what none of them is divided by, in any product."""
+    found = list(terms)
+    known = {signature for term in terms for signature, _ in key_of(term) or ()}
+    for term in (term for one in others for term in one):
+        own = {signature for signature, _ in key_of(term) or ()}
+        if own and not own & known:
+            found.append(term)
+            known |= own
+    return found
+
+
 def matched(
     form: LossForm, terms: Sequence[Term], own: Measured, value: Callable[[Count], Any]
 ) -> tuple[Product | None, ...]:
@@ -227,8 +239,9 @@ def matched(
     if len(terms) != len(products):
         raise NotCountedError(f"it has {len(terms)} terms, and had {len(form.of_terms)} before: {ADVICE}")
     for term, product in zip(terms, products, strict=True):
-        divisors = [float(value(one.count)) ** -one.power for one in _counted(term, form.fixed)]
-        is_same = (product is None) is (term.factors is None)
+        factors = [(float(value(one.count)), -one.power) for one in _counted(term, form.fixed)]
+        is_same = (product is None) is (term.factors is None) and (product is None or form.has_items(product, own))
+        divisors = [one**power if one else 0.0 for one, power in factors]
         if not is_same or (product and not math.isclose(math.prod(divisors), form.divisor(product, own), rel_tol=1e-3)):
             raise NotCountedError(f"it has other terms than before: {ADVICE}")
     return tuple(products)

@@ -515,6 +515,18 @@ class LossTrace(WatchingMode):
                 dim = args[1] if len(args) > 1 else kwargs["dim"]
                 return self._read(result, self._count(size, known, int(dim)))
             return torch.Size([self._read(one, self._count(size, known, dim)) for dim, one in enumerate(result)])
+        chosen = self._chosen_rows(tensor, known) if isinstance(known, _OfModel) else None
+        if chosen is not None:
+            if name == "len":
+                self._numbers.append((result, chosen))
+                self._read(result, chosen)
+                return None
+            if isinstance(result, torch.Size):
+                return torch.Size([self._read(result[0], chosen), *result[1:]])
+            if name in ("numel", "nelement") and tensor.dim() == 1:
+                return self._read(result, chosen)
+            if isinstance(result, int) and name == "size" and (args[1:] or (kwargs["dim"],))[0] == 0:
+                return self._read(result, chosen)
         if isinstance(known, _OfModel) and self.in_criterion and tensor.dim() and len(tensor) == self._num_samples:
             if name == "len":
                 self._numbers.append((result, self._rows))
@@ -526,6 +538,17 @@ class LossTrace(WatchingMode):
             if name in ("numel", "nelement"):
                 return traced(result, (known.numel and self._count(numel, known.numel)) or self._rows)
         return None
+
+    def _chosen_rows(self, tensor: Tensor, known: _OfModel) -> Count | None:
+        """How many rows a criterion has chosen by the inputs; None: that does not show."""
+        if not self.in_criterion or known.numel is None or not tensor.dim() or known.numel.function is single:
+            return None
+        try:
+            made = known.numel.of(self._tree, self._num_samples)
+        except Exception:  # any operation of the script's, on inputs of another form
+            return None
+        is_alike = isinstance(made, Tensor) and made.dim() == 1 and len(made) == len(tensor)
+        return self._count(size, known.numel, 0) if is_alike else None
 
     def _of_inputs(self, function: Any, name: str, args: Any, kwargs: Any, result: Any) -> Any:
         is_product = self.in_criterion and (name in _MULTIPLYING or name in _DIVIDING)
@@ -1102,8 +1125,8 @@ class LossTrace(WatchingMode):
         return None if is_constant else meanings[min(self._choice // 2, len(meanings) - 1)]
 
     def _is_constant_factor(self, is_divisor: bool) -> bool:
-        """Whether a number is taken for a constant: as a factor in a model first, where nothing tries again."""
-        return not is_divisor and self.in_criterion is bool(self._choice % 2)
+        """Whether a number is taken for a constant: as a factor first, as scripts weigh their terms with 2."""
+        return not is_divisor and not self._choice % 2
 
     def choose(self, choice: int) -> None:
         """The criterion is called again, on the same outputs; see ``choice`` of the class."""

@@ -30,7 +30,7 @@ from hybridpp.pipeline import (
     observed,
 )
 from hybridpp.pipeline.batch import TOTAL_KEY
-from hybridpp.pipeline.loss_form import ADVICE, united
+from hybridpp.pipeline.loss_form import ADVICE, united, with_unlike
 from hybridpp.pipeline.loss_items import MAX_COUNTS, Product, TooManyCountsError, entry_path
 from hybridpp.pipeline.loss_trace import OF_EARLIER_STAGE, Term
 from hybridpp_plugins.criterion_check import CriterionCheck
@@ -347,6 +347,7 @@ class StepLosses:
         own = self._microbatches[microbatch]
         others = [one for one in self._microbatches if one is not own and one.num_samples == own.num_samples]
         lists: list[Sequence[Term]] = []
+        guessed: list[Sequence[Term]] = []
         for one in (own, *others) if others else ():
             try:
                 inputs = pytree.tree_map_only(Tensor, self._trials.here, one.inputs)
@@ -357,12 +358,15 @@ class StepLosses:
                 continue
             if one is own or trace.num_choices == again.num_choices == 1:
                 lists.append(found)
-            elif _number_of(found) > max(map(_number_of, lists)):
-                lists = [found]  # plain numbers that are equal may have been taken for each other
+            else:
+                guessed.append(found)  # plain numbers that are equal may have been taken for each other
+                if _number_of(found) > max(map(_number_of, lists)):
+                    lists = [found]
         if not lists:
             return terms
         if len(lists) == 1:
-            return lists[0] if _number_of(lists[0]) > _number_of(terms) else terms
+            most = lists[0] if _number_of(lists[0]) > _number_of(terms) else terms
+            return with_unlike(most, guessed)
         # What the model has made may be counted in another way than where the criterion alone is looked at.
         return [*terms, *united(lists)[len(lists[0]) :]]
 

@@ -1294,7 +1294,36 @@ def added_in_place(o, i):
     return loss
 
 
-OF_KINDS = {one.__name__: one for one in (two_tasks, a_term_of_each_kind, added_in_place)}
+def divided_by_lengths(o, i):
+    loss = 0
+    for kind in range(3):
+        chosen = o["pooled"][i["kinds"] == kind, 0].square()
+        if len(chosen):
+            loss = loss + (kind + 1) * chosen.sum() / len(chosen)
+    return loss
+
+
+def divided_by_numbers(o, i):
+    loss, losses = o["hidden"].square().mean(), o["pooled"].square().sum(1)
+    for kind in range(3):
+        chosen = i["kinds"] == kind
+        number = int(chosen.sum())
+        if number:
+            loss = loss + 2 * losses[chosen].sum() / number
+    return loss
+
+
+def divided_by_shapes(o, i):
+    loss = torch.zeros(())
+    for kind in range(3):
+        chosen = o["pooled"][i["kinds"] == kind]
+        if chosen.shape[0] > 0:
+            loss += F.cross_entropy(chosen, torch.full((len(chosen),), kind), reduction="sum") / chosen.shape[0]
+    return loss
+
+
+BY_NUMBERS = divided_by_lengths, divided_by_numbers, divided_by_shapes
+OF_KINDS = {one.__name__: one for one in (two_tasks, a_term_of_each_kind, added_in_place, *BY_NUMBERS)}
 
 
 def with_kinds(*kinds):
