@@ -167,6 +167,8 @@ class StagedModel:
             if self._watch is not None:
                 with self._interceptor.active(functools.partial(_watched, self._watch)):
                     return self._gathering(forward)(*args, **kwargs)
+            if self.gather is not None:
+                self.gather.begin_call()
             forward = self._watched_call(forward)
             if self.around_call is not None:
                 return self.around_call(self._gathering(forward), args, kwargs)

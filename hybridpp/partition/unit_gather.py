@@ -111,8 +111,10 @@ class _Outcome(Enum):
 _BEGINS = _Kind.BEGIN_APART, _Kind.BEGIN
 _Event: TypeAlias = tuple[int, _Kind]
 _NO_EVENT = -1.0
+# Whether the script's next call of the model begins, or there is none before its backward pass.
+_CALLS, _CALLS_NOT = -2.0, -3.0
 # From here on downwards: what replicas call beside the model.
-_APART = -3.0
+_APART = -4.0
 Exchange: TypeAlias = Callable[[Sequence[float]], Sequence[Sequence[float]]]
 """Every replica's numbers, from this one's; collective."""
 
@@ -299,8 +301,8 @@ class UnitGather:
         self._through, self._differentiable = _PassOrder(is_backward=True), _PassOrder(is_backward=True)
         # Whether backward passes that begin now are a step's.
         self._is_in_step = False
-        # Calls of the model that the script's own backward passes may reach.
-        self._num_calls = 0
+        # Calls of the model that the script's own backward passes may reach; whether replicas tell each other of each.
+        self._num_calls, self._tells_calls, self._are_calls_unlike = 0, True, False
         self._is_joint = self._is_ended = False
         # Units that a backward pass has gone through, and those that were called since the last update.
         self._with_backward: set[int] = set()
@@ -365,6 +367,31 @@ class UnitGather:
             self._is_in_model, self._model_call = False, _ModelCall()
         self._end(self._forward)
         return result
+
+    def begin_call(self) -> None:
+        """Before a call of the model by the script. Collective: all replicas, as :meth:`finish_calls`."""
+        if torch.is_grad_enabled() and not (self._is_copy or self._is_in_model or _is_in_backward()):
+            self._tell(_CALLS)
+
+    def finish_calls(self) -> None:
+        """Before the script's own backward pass: take part in calls of the model that only other replicas make.
+
+        Collective: all replicas, in the first pass, and until a pass has one call of each, if there were no others.
+        """
+        while self._tell(_CALLS_NOT):
+            self._own_calls.clear()
+            self._is_forward_unlike = False
+            self._num_calls += 1
+            self._end(self._forward)
+        self._tells_calls &= self._num_calls != 1 or self._are_calls_unlike
+
+    def _tell(self, own: float) -> bool:
+        """Tell replicas whether a call of the model begins here; returns whether one does on any. Collective."""
+        if self._exchange is None or not self._tells_calls:
+            return False
+        numbers = {number for (number,) in self._exchange([own])}
+        self._are_calls_unlike |= len(numbers) > 1
+        return _CALLS in numbers
 
     def _run(self, unit: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = object()

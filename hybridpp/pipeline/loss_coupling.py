@@ -87,7 +87,7 @@ class LossSection:
         self._outputs: dict[_Edge, _Output] = {}
         self._is_own = False
         names = self._walk(loss, _MAX_TOLD)
-        self.positions = sorted(one.position for one in self._outputs.values())
+        self.positions = sorted({one.position for one in self._outputs.values()})
         self.signature = 1 + (zlib.crc32(repr((names, self.positions)).encode()) & 0xFFFFFF)
 
     def _walk(self, loss: Tensor, limit: int) -> list[str]:

@@ -55,6 +55,7 @@ class GraphTerm(NamedTuple):
         kind: by which function it is reduced, and whether it is divided; "": that does not show.
         is_of_elements: whether the number is that of a tensor's elements.
         is_sum: whether it is a sum that is divided by nothing.
+        factors: what a sum is divided by (power 1) and multiplied with (-1); None: it is none, but a mean.
     """
 
     node: Node
@@ -62,6 +63,7 @@ class GraphTerm(NamedTuple):
     kind: str = ""
     is_of_elements: bool = False
     is_sum: bool = False
+    factors: tuple[tuple[Any, int], ...] | None = None
 
 
 class GraphLoss(NamedTuple):
@@ -71,12 +73,14 @@ class GraphLoss(NamedTuple):
         terms: that depend on the batch; empty: it is not known what the loss is a mean over.
         kind: equal for losses that are made in the same way, with tensors of any size; from 1 on; 0: not known.
         size: of the tensors that it is made of, if its terms are not known; else 0.
+        is_one: whether the terms are parts of one sum, which is divided by one number: their number tells nothing.
         is_nothing: whether it is something times 0, or a number, as scripts write it where there is nothing to learn.
     """
 
     terms: tuple[GraphTerm, ...] = ()
     kind: int = 0
     size: int = 0
+    is_one: bool = False
     is_nothing: bool = False
 
 
@@ -105,8 +109,14 @@ def read_loss(loss: Tensor, max_terms: int) -> GraphLoss:
             raise _Unknown(loss.grad_fn)
     except _Unknown as unknown:
         return GraphLoss(size=_size_below(unknown.args[0]))
+    first = (terms[0].factors if terms else None) or ()
+    is_one = bool(first) and all(one.factors is not None and _is_same(one.factors, first) for one in terms)
+    if is_one:
+        names = sorted({one.kind for one in terms})
     kind = 1 + (zlib.crc32(" ".join(names).encode()) & 0xFFFFFF)
-    return GraphLoss(tuple(terms), kind, is_nothing=bool(terms) and all(_is_zero(one.num_items) for one in terms))
+    return GraphLoss(
+        tuple(terms), kind, is_one=is_one, is_nothing=bool(terms) and all(_is_zero(one.num_items) for one in terms)
+    )
 
 
 class _Walk:
@@ -213,7 +223,8 @@ class _Walk:
             for factor, power in factors:
                 if power < 0:  # times 0, it has no items
                     number = _unless_zero(factor, number)
-        self.terms.append(GraphTerm(node, number, kind + "/" * is_divided, is_of_elements, is_sum))
+        of_sum = None if is_of_elements or isinstance(count, Tensor) else tuple(factors)
+        self.terms.append(GraphTerm(node, number, kind + "/" * is_divided, is_of_elements, is_sum, of_sum))
 
     def _unknown(self, node: Node, name: str) -> None:
         if not self._is_open:

@@ -121,6 +121,7 @@ class ManualLosses:
             found, section = read_loss(loss, _MAX_TERMS), LossSection(loss)
             nodes, counts = [term.node for term in found.terms], [term.num_items for term in found.terms]
             kind, size = _kind(found, section), found.size
+            counts = counts[:1] if found.is_one else counts
             is_new = section.signature not in self._looked_at and len(self._looked_at) < _MAX_LOOKED_AT
             if is_new:
                 self._looked_at.add(section.signature)
@@ -130,6 +131,8 @@ class ManualLosses:
                 self._warn_once(_UNKNOWN.format(why=how))
         self._note(kind, size)
         weights = self._weights([float(is_syncing), float(kind), float(bool(why))], counts, is_new=is_new, why=why)
+        if len(counts) < len(nodes):
+            weights = weights[:1].expand(len(nodes))
         handles = [weigh(node, weight) for node, weight in zip(nodes, weights, strict=False) if node is not None]
         try:
             yield

@@ -61,6 +61,7 @@ class HybridOptimizer(SteppingOptimizer):
         recompute_context: a context for the backward pass, in which activation checkpointing may run the forward again.
         partners: gives the other optimizers that the plugin boosted, whose models a loss may go through, too.
         own_backward: a context for a backward pass of the script's own, which may be of several calls of the model.
+        finish_calls: takes part, before such a pass, in calls of the model that other replicas make.
         groups_before: what its groups had before boost.
         statistics: running statistics of the model; None: it has none.
         stop_exchange: tells all ranks of signals in the script's own backward passes.
@@ -85,6 +86,7 @@ class HybridOptimizer(SteppingOptimizer):
         self.uninitialized = UninitializedWeights(())
         self.recompute_context: Callable[[], AbstractContextManager[None]] = nullcontext
         self.own_backward: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.finish_calls: Callable[[], None] = _nothing
         self.partners: Callable[[], Sequence[HybridOptimizer]] = tuple
         self.groups_before: Sequence[GroupBefore] = ()
         self.statistics: RunningStatistics | None = None
@@ -146,6 +148,8 @@ class HybridOptimizer(SteppingOptimizer):
 
     def _run_backward(self, loss: Tensor, num_items: Any, *args: Any, **kwargs: Any) -> None:
         partners = self.partners()
+        for one in (self, *partners):
+            one.finish_calls()
         for one in (self, *partners):
             if one.weights_in_loss is not None:
                 one.weights_in_loss.check(loss)
@@ -391,3 +395,7 @@ class HybridOptimizer(SteppingOptimizer):
     def holds_gradients(self) -> bool:  # type: ignore[override]  # an attribute in the base class
         """Whether this rank has gradients of a backward pass since the last step or ``zero_grad``."""
         return self._reducer.has_gradients
+
+
+def _nothing() -> None:
+    pass

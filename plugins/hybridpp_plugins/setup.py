@@ -95,6 +95,7 @@ def boost(parts: Boosted, context: BoostContext, index: int, compared: ComparedF
         if staged.gather is not None:
             staged.gather.after_backward, staged.gather.after_move = buckets.launch_unit, buckets.reduce_at_end
             staged.gather.gradients, boosted.own_backward = buckets, staged.gather.own_backward
+            boosted.finish_calls = staged.gather.finish_calls
         boosted.progress = progress
         trained = placed.weights.parameters
         boosted.held_before = {name: trained[name] for name in trained if id(trained[name]) in held}

@@ -344,6 +344,30 @@ def test_replicas_whose_losses_are_made_in_different_ways_are_refused(loss_of):
         assert "made in different ways" in error
 
 
+def test_parts_of_one_sum_may_be_of_unlike_numbers():
+    counts = (3, 1)
+
+    def loss_of(model, replica):
+        rows, targets = _parts(_TARGETS)[replica]
+        parts = [
+            functional.cross_entropy(model(rows + one).transpose(1, 2), targets, reduction="sum")
+            for one in range(counts[replica])
+        ]
+        return sum(parts) / len(rows)
+
+    whole = _tagger()
+    sum(loss_of(whole, replica) * _SPLIT[replica] / sum(_SPLIT) for replica in range(2)).backward()
+
+    def run():
+        booster, model, optimizer = boosted(_tagger(), sgd, _ROWS[:2])
+        booster.backward(loss_of(model, booster.plugin.layout.here.dp), optimizer)
+        return gradients_of(booster, model)
+
+    for found in Loopback(2).run(run):
+        for name, parameter in whole.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, atol=1e-6, rtol=1e-5)
+
+
 def test_replicas_losses_made_in_different_ways_are_refused_a_call_later():
     """As on a device, where the host does not wait for what replicas exchange."""
     one, other = (ManualLosses(None, torch.device("cpu")) for _ in range(2))

@@ -8,6 +8,7 @@ from torch import nn
 from hybridpp import Booster, HybridParallelPlugin
 from hybridpp.cluster import Loopback, current_world, gather_numbers
 from hybridpp.errors import UnlikeCallsError
+from hybridpp.partition.unit_gather import UnitGather
 
 
 class Layers(nn.Module):
@@ -128,6 +129,12 @@ def of_some_outputs(model, x, inputs):
     return sum((outputs[name].square().mean() for name in inputs["heads"]), torch.zeros((), requires_grad=True))
 
 
+def of_some_calls(model, x, inputs):
+    """A call of the model for each head."""
+    losses = (model(x + index, head=head).square().mean() for index, head in enumerate(inputs["heads"]))
+    return sum(losses, torch.zeros((), requires_grad=True))
+
+
 def of_a_part_as_well(model, x, inputs):
     return model(x)["a"].square().mean() - model.heads["a"](model.layers[inputs["layer"]](x)).mean()
 
@@ -236,6 +243,32 @@ BOTH, ONLY_A, ONLY_B, NEITHER = ({"heads": which} for which in ("ab", "a", "b", 
 )
 def test_losses_of_replicas_may_be_of_other_outputs(steps, settings):
     assert step_difference(Outputs, of_some_outputs, steps, **settings) < 1e-7
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [(BOTH, ONLY_A), (BOTH, ONLY_B), (BOTH, BOTH), (ONLY_A, BOTH)],
+        [(BOTH, BOTH), (ONLY_B, BOTH), (BOTH, NEITHER)],
+        [(NEITHER, ONLY_A), (ONLY_A, ONLY_B), (NEITHER, BOTH)],
+    ],
+    ids=["fewer first", "alike first", "none first"],
+)
+def test_replicas_may_call_the_model_unlike_numbers_of_times(steps):
+    assert step_difference(Layers, of_some_calls, steps) < 1e-7
+
+
+def test_loops_with_one_call_tell_of_calls_in_the_first_pass_only(monkeypatch):
+    told = []
+    inner = UnitGather._tell
+
+    def noted(self, own):
+        told.append(self._tells_calls)
+        return inner(self, own)
+
+    monkeypatch.setattr(UnitGather, "_tell", noted)
+    step_difference(Layers, once, [({}, {})] * 3)
+    assert sorted(told) == [False] * 8 + [True] * 4  # a call and the pass, on two replicas
 
 
 @pytest.mark.parametrize("recomputed", [0, 1])
