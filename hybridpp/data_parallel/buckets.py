@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpp.cluster import Group
-from hybridpp.data_parallel.accumulator import GradientHooks, HiddenGradients
+from hybridpp.data_parallel.accumulator import GradientHooks, HiddenGradient, HiddenGradients
 from hybridpp.data_parallel.bucket import Bucket, GradientSharding
 from hybridpp.data_parallel.bucket_reduction import BucketReduction
 from hybridpp.data_parallel.gradient_checks import GradientChecks
@@ -111,6 +111,10 @@ class GradientBuckets:
                 self._names_of_unit[unit] += bucket.views
         self.are_in_step = False
         self._state = _State.CONSUMED
+        # Whether backward passes of the library run: others are refused.
+        self._is_open = False
+        # Of the gradients, when a step was done with them, or they were dropped.
+        self._version: tuple[int, ...] = ()
         self._sync = True
         self._is_stashed = False
 
@@ -147,12 +151,14 @@ class GradientBuckets:
         """This replica's part of the sums, by name: after a reduction that scatters its pieces, else all."""
         if self._is_scattered:
             return self._scattered.pieces
-        return self._accumulator.zero_stale(self._accumulator.buckets if self._is_stashed else None)
+        with self._writing():
+            return self._accumulator.zero_stale(self._accumulator.buckets if self._is_stashed else None)
 
     def whole_gradients(self) -> dict[str, Tensor]:
         """The sums, by name. Collective: all replicas of this stage, after a reduction that scatters."""
         if not self._is_scattered:
-            return self._accumulator.zero_stale()
+            with self._writing():
+                return self._accumulator.zero_stale()
         if self._state is _State.LOCAL:
             raise ConfigError(
                 'gradients are not complete inside no_sync, and with zero_reduce="microbatch" no replica has its own '
@@ -174,7 +180,7 @@ class GradientBuckets:
 
     def resumed(self, reduces: bool) -> AbstractContextManager[None]:
         """A context for the rest of a step that an error ended, and that ``reduces`` gradients or only adds up."""
-        self._state = _State.LOCAL
+        self._state, self._is_open = _State.LOCAL, True
         return self._syncing(reduces)
 
     @contextmanager
@@ -219,7 +225,7 @@ class GradientBuckets:
             self._set_aside()
         self._accumulator.apart = self._hooks.find_others()
         self._accumulator.begin()
-        self._state = _State.LOCAL
+        self._state, self._is_open = _State.LOCAL, True
         self._hooks.collect_settled()
 
     def _drop(self, names: set[str]) -> None:
@@ -290,7 +296,7 @@ class GradientBuckets:
         )
 
     def _refuse_unknown(self) -> None:
-        if self._state is _State.CONSUMED:
+        if not self._is_open:
             raise ConfigError(_UNKNOWN_BACKWARD)
 
     def _on_gradient(self, name: str) -> bool:
@@ -304,6 +310,7 @@ class GradientBuckets:
 
         Collective: all replicas of this stage, and all ranks that share a parameter; not inside ``no_sync``.
         """
+        self._is_open = False
         if self._hidden.is_shown and self._state is not _State.LOCAL:
             return
         self._hidden.hide()
@@ -443,7 +450,7 @@ class GradientBuckets:
         if self._reduction is not None:
             self._reduction.cancel()
         self.zero(set_to_none=False)
-        self._state = _State.CONSUMED
+        self._state, self._is_open = _State.CONSUMED, False
 
     @contextmanager
     def stash(self) -> Iterator[None]:
@@ -455,10 +462,10 @@ class GradientBuckets:
         self._hidden.hide()
         self._hooks.enable()
         host = self._accumulator.to_host()
-        used, state = set(self._used), self._state
+        used, state, is_open = set(self._used), self._state, self._is_open
         try:
             with self.no_sync():
-                self._is_stashed = True
+                self._is_stashed = self._is_open = True
                 # Zeros, as the caller may read gradients before the first backward pass.
                 self.zero(set_to_none=False)
                 self._accumulator.zero_stale(self._accumulator.buckets)
@@ -468,7 +475,7 @@ class GradientBuckets:
             self._hooks.enable()
             self._used.clear()
             self._used.update(used)
-            self._state = state
+            self._state, self._is_open = state, is_open
             self._accumulator.from_host(host)
             if self._is_scattered:
                 self._accumulator.hide()
@@ -478,13 +485,23 @@ class GradientBuckets:
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""
         if factor != 1.0:
-            for flat in self._own_flats():
-                flat.mul_(factor)
+            with self._writing():
+                for flat in self._own_flats():
+                    flat.mul_(factor)
 
     def clamp(self, limit: float) -> None:
         """Bring every element into ``[-limit, limit]``."""
-        for flat in self._own_flats():
-            flat.clamp_(-limit, limit)
+        with self._writing():
+            for flat in self._own_flats():
+                flat.clamp_(-limit, limit)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A context for what the library writes, which :meth:`written` does not take for the script's."""
+        is_known = self._version == self.version
+        yield
+        if is_known:
+            self._version = self.version
 
     def _own_flats(self) -> list[Tensor]:
         return self._accumulator.flats(own=self._is_scattered)
@@ -496,10 +513,30 @@ class GradientBuckets:
         self._accumulator.reset(set_to_none)
         self._used.clear()
         self.cleared.clear()
-        self._state = _State.LOCAL
+        self._state, self._version = _State.LOCAL, self.version
+
+    def written(self) -> list[str]:
+        """Parameters whose gradients the script has set since they were used or dropped; without passes since then."""
+        views = self._accumulator.views
+        held = [(name, one.grad) for name, one in self.parameters.items() if one.grad is not None]
+        changed = self._version != self.version
+        return [
+            name
+            for name, gradient in held
+            if not isinstance(gradient, HiddenGradient) and (changed or gradient is not views.get(name))
+        ]
+
+    def take_written(self, names: Iterable[str]) -> None:
+        """Let gradients that the script has set be those of the next step, without others."""
+        views = self._accumulator.views
+        held = {name: self.parameters[name].grad for name in names}
+        held = {name: one.clone() if one is views.get(name) else one for name, one in held.items() if one is not None}
+        self.zero()
+        for name, gradient in held.items():
+            self.parameters[name].grad = gradient
 
     def consume(self) -> None:
         """Mark the gradients as used: they stay readable until the next backward pass, which starts from zero."""
         self._hidden.hide()
         self._hooks.enable()
-        self._state = _State.CONSUMED
+        self._state, self._version = _State.CONSUMED, self.version

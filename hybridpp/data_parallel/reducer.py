@@ -1,6 +1,6 @@
 """The update path's interface to a rank's gradients, independent of how they are stored."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -118,6 +118,12 @@ class GradientReducer(Protocol):
 
     def zero(self, set_to_none: bool = True) -> None:
         """Drop all gradients; exposed ``parameter.grad`` become None, or zeros unless ``set_to_none``."""
+
+    def written(self) -> Collection[str]:
+        """Parameters whose gradients the script has set since they were used or dropped; without passes since then."""
+
+    def take_written(self, names: Iterable[str]) -> None:
+        """Let gradients that the script has set be those of the next step, without others."""
 
     def consume(self) -> None:
         """Mark the gradients as used: they stay readable until the next ``begin``."""

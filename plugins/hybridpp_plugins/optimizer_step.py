@@ -445,6 +445,15 @@ class _UsedGradients:
         return self._version() != self._versions
 
 
+_WRITTEN = (
+    "the script has made gradients ({name}.grad) without booster.backward or booster.execute_pipeline. On one rank in "
+    "fp32, they are those of the step; otherwise those of replicas and shards would not be put together, or are kept "
+    "elsewhere. Let a backward pass make them: booster.backward(sum((p * g).sum() for p, g in zip(parameters, "
+    "gradients)), optimizer, num_items=1) has the mean of the replicas' gradients g. With zero_stage=3, call it inside "
+    "`with booster.unsharded(model):`."
+)
+
+
 class AccumulatedGradients:
     """The gradients that ``step`` will use.
 
@@ -525,8 +534,26 @@ class AccumulatedGradients:
         held = [(name, gradient) for name, gradient in self._reducer.whole_gradients().items() if name not in unused]
         return ((name, gradient / self.scale) for name, gradient in held)
 
+    def take_written(self) -> None:
+        """Take over gradients that the script has made without a backward pass of the library's.
+
+        Raises:
+            ConfigError: several ranks would have to put them together, or ``parameter.grad`` does not show gradients.
+        """
+        has_passes = self.num_passes and not self._reducer.is_consumed
+        written = [] if has_passes else self._reducer.written()
+        if not written:
+            return
+        if self.control.size > 1 or not self._reducer.exposes_grad:
+            raise ConfigError(_WRITTEN.format(name=min(written)))
+        self._reducer.take_written(written)
+        self.start_round()
+        self.num_passes, self.scale = 1, 1.0
+        self._used, self.cached_norm, self._is_unscaled = None, None, False
+
     def finalize(self) -> None:
         """Complete the gradients for ``step``: take over what the script set, and reduce."""
+        self.take_written()
         self._reducer.sync_from_grad()
         self._reducer.finish_grad_sync()
         if self.clip_detector is not None:
@@ -825,6 +852,7 @@ class SteppingOptimizer(WrappedOptimizer):
             raise ConfigError("step inside no_sync would make the replicas diverge. Call it after the block.")
         self.check_gradients_before_boost()
         with self._communicating(_STEP), self.on_plain_weights():
+            self.accumulated.take_written()
             if self._reducer.is_consumed:
                 return
             with self.while_updating():

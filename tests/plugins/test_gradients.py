@@ -19,6 +19,7 @@ from support import (
 from torch import nn
 
 from hybridpp.cluster import Loopback, current_world
+from hybridpp.errors import ConfigError
 
 
 def whole_gradients(make_model, batch, criterion=model_loss):
@@ -332,3 +333,98 @@ def test_a_user_may_clear_gradients_the_torch_way(pp_size):
         return gradients_of(booster, model)
 
     assert_near(collect(pp_size, run), whole_gradients(small_vit, image_batch(4)))
+
+
+_ROWS, _CLASSES = torch.randn(4, 4, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 2, 0])
+
+
+def _small():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def _with_own_gradients(model, optimizer, *, zeroed, in_place=False):
+    for _ in range(3):
+        if zeroed == "before":
+            optimizer.zero_grad()
+        parameters = list(model.parameters())
+        gradients = torch.autograd.grad(nn.functional.cross_entropy(model(_ROWS), _CLASSES), parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if in_place and parameter.grad is not None:
+                parameter.grad.copy_(gradient)
+            else:
+                parameter.grad = gradient
+        optimizer.step()
+        if zeroed == "after":
+            optimizer.zero_grad()
+    return dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("zeroed", ["before", "after", "never"])
+def test_gradients_that_a_script_makes_on_one_rank_are_those_of_a_step(zeroed, in_place):
+    model = _small()
+    expected = _with_own_gradients(model, sgd(model.parameters()), zeroed=zeroed, in_place=in_place)
+    _, model, optimizer = boosted(_small(), sgd, _ROWS)
+    assert_near(_with_own_gradients(model, optimizer, zeroed=zeroed, in_place=in_place), expected)
+
+
+def test_gradients_that_a_script_makes_may_be_clipped_before_the_step():
+    _, model, optimizer = boosted(_small(), sgd, _ROWS)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    assert optimizer.clip_grad_by_norm(0.5) == pytest.approx(sum(one.numel() for one in before) ** 0.5)
+    optimizer.step()
+    moved = torch.cat([(one - two).flatten() for one, two in zip(before, model.parameters(), strict=True)])
+    assert moved.norm().item() == pytest.approx(0.1 * 0.5, rel=1e-4)
+
+
+@pytest.mark.parametrize("zeroed", ["before", "after", "never"])
+@pytest.mark.parametrize(
+    ("number", "settings"),
+    [(2, {}), (2, {"zero_stage": 1}), (2, {"zero_stage": 3}), (1, {"precision": "bf16"})],
+    ids=str,
+)
+def test_gradients_that_a_script_makes_elsewhere_are_refused(number, settings, zeroed):
+    def run():
+        _, model, optimizer = boosted(_small(), sgd, _ROWS, **settings)
+        with pytest.raises(ConfigError, match=r"made gradients \(0.bias.grad\) without booster.backward"):
+            _with_own_gradients(model, optimizer, zeroed=zeroed)
+
+    Loopback(number).run(run)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_gradients_of_replicas_are_put_together_by_a_backward_pass(zero_stage):
+    whole = _small()
+    nn.functional.cross_entropy(whole(_ROWS), _CLASSES).backward()
+
+    def run():
+        booster, model, optimizer = boosted(_small(), sgd, _ROWS, zero_stage=zero_stage)
+        with booster.unsharded(model):
+            rows, classes = (one.chunk(2)[current_world().rank] for one in (_ROWS, _CLASSES))
+            parameters = list(model.parameters())
+            gradients = torch.autograd.grad(nn.functional.cross_entropy(model(rows), classes), parameters)
+            pairs = zip(parameters, gradients, strict=True)
+            booster.backward(sum((p * g).sum() for p, g in pairs), optimizer, num_items=1)
+        return gradients_of(booster, model)
+
+    for found in Loopback(2).run(run):
+        assert_near(found, {name: one.grad for name, one in whole.named_parameters()})
+
+
+@pytest.mark.parametrize("before", ["nothing", "zero_grad", "backward", "step"])
+def test_a_backward_pass_of_the_script_is_refused_at_any_time(before):
+    def run():
+        booster, model, optimizer = boosted(_small(), sgd, _ROWS)
+        if before == "zero_grad":
+            optimizer.zero_grad()
+        if before in ("backward", "step"):
+            booster.backward(model(_ROWS).square().mean(), optimizer)
+        if before == "step":
+            optimizer.step()
+        with pytest.raises(ConfigError, match="a backward pass outside of hybridpp"):
+            model(_ROWS).square().mean().backward()
+
+    Loopback(2).run(run)
