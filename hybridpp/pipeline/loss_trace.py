@@ -165,6 +165,7 @@ class Term(NamedTuple):
         in_model: whether the model's forward made it.
         adds_up: whether a loss of torch's made it that was told to add up.
         is_of_parts: whether its elements were divided by a number of the batch before they were added up.
+        row: the one sample that it is made of, of a criterion's; None: of several, as far as known.
     """
 
     factors: tuple[TermFactor, ...] | None
@@ -174,6 +175,7 @@ class Term(NamedTuple):
     in_model: bool = False
     adds_up: bool = False
     is_of_parts: bool = False
+    row: Count | None = None
 
 
 class _OfModel(NamedTuple):
@@ -701,7 +703,30 @@ class LossTrace(WatchingMode):
             self._over_samples[id(result)] = weakref.ref(result), name
         if divided and found.terms is None:
             found = found._replace(divided=divided)
+        row = self._row_alone(models) if self.in_criterion else None
+        found = found if row is None else self._of_one_row(found, row, models, result)
         self._note(args[0] if writes_to and name == "setitem" else result, found)
+
+    def _row_alone(self, models: list[tuple[Tensor, _OfModel]]) -> Count | None:
+        """The one sample that tensors are of; None: they are of several."""
+        rows = {
+            id(row): row
+            for _, what in models
+            for row in ([what.numel] if what.terms is None else [term.row for term in what.terms] or [None])
+        }
+        (row, *others) = rows.values()
+        return row if row is not None and row.function is single and not others else None
+
+    def _of_one_row(
+        self, found: _OfModel, row: Count, models: list[tuple[Tensor, _OfModel]], result: Tensor
+    ) -> _OfModel:
+        """What a function makes of one sample alone is of that sample, whatever it makes of it: an item, or its sum."""
+        why = _why(models)
+        is_other = not why and any(term.why for term in found.terms or ())
+        if found.terms is None or (is_other and result.dim()):
+            return found._replace(numel=row, is_observed=False, terms=None, why=why)
+        terms = (self._term((), result, ""),) if is_other else found.terms
+        return found._replace(terms=tuple(term._replace(row=row) for term in terms))
 
     def _are_sure(self, models: list[tuple[Tensor, _OfModel]]) -> bool:
         return any((samples := self.samples_of(tensor)) is not None and samples.is_sure for tensor, _ in models)

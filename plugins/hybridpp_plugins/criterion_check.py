@@ -7,7 +7,8 @@ from hybridpp.pipeline.loss_form import ADVICE
 
 _WAYS_OUT = (
     "With num_microbatches=1 and one replica any loss is right. Else let the criterion say what it is: "
-    "criterion.num_items(inputs) counts what the mean is over, "
+    "criterion.num_items(inputs) counts what the mean is over (criterion.num_items = lambda inputs: "
+    '(inputs["labels"] != -100).sum(), for example), '
     'criterion.reduction = "mean" averages what micro-batches give as it is (usual for load-balancing losses), '
     "criterion.coupled = True gives it the outputs of all replicas. See docs/losses.md."
 )

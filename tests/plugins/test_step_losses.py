@@ -96,6 +96,18 @@ def rows_in_turn(o, i):
     )
 
 
+def lovasz(logits, wanted):
+    """A part of the Lovasz hinge: errors in their order, weighed by what fraction of the wanted ones is before them."""
+    errors, order = torch.sort(1 - logits * (2 * wanted - 1), descending=True)
+    number = wanted[order].sum()
+    return torch.dot(F.relu(errors), 1 - (number - wanted[order].cumsum(0)) / (number + 1))
+
+
+def ranked_rows(o, i):
+    rows = o["logits"][..., 0]
+    return sum(lovasz(rows[row], i["mask"][row]) for row in range(len(rows))) / len(rows)
+
+
 CLASS_WEIGHTS = torch.linspace(0.5, 2, VOCABULARY)
 
 HEADS = {
@@ -119,6 +131,7 @@ HEADS = {
     ).mean(),
     "means of rows": lambda o, i: ((per_token(o, i) * i["mask"]).sum(1) / i["mask"].sum(1)).mean(),
     "rows in turn": rows_in_turn,
+    "ranked rows": ranked_rows,
     "weighted rows": lambda o, i: (per_token(o, i).mean(1) * i["weights"]).sum() / i["weights"].sum(),
     "weights of mean 1": lambda o, i: (
         per_token(o, i).mean(1) * (i["weights"] / i["weights"].sum() * len(i["weights"]))
@@ -359,6 +372,9 @@ def standard(values):
             lambda o, i: (o["logits"].mean(1) * (i["x"][:, 0] / i["x"][:, 0].norm() * len(i["x"]))).mean(),
             LossReduction.COUPLED,
         ),
+        (lambda o, i: sum(one.square().mean().sqrt() for one in o["logits"]) / len(o["logits"]), LossReduction.MEAN),
+        (lambda o, i: (sum(one.square().mean() for one in o["logits"]) / 4).sqrt(), LossReduction.COUPLED),
+        (lambda o, i: o["logits"][0].square().mean() * o["logits"][1].square().mean(), LossReduction.COUPLED),
         (lambda o, i: o["logits"].abs().max(), LossReduction.COUPLED),
         (lambda o, i: torch.cdist(o["logits"], o["logits"]).mean(), LossReduction.COUPLED),
         (lambda o, i: 1 - 2 * (o["logits"].sigmoid() * 0.3).sum() / o["logits"].sigmoid().sum(), LossReduction.COUPLED),
