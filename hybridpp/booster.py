@@ -245,7 +245,14 @@ class Booster(BoosterAdapters):
             options.check()
         return self.plugin.execute_pipeline(data_iter, model, criterion, optimizer, options)
 
-    def backward(self, loss: Tensor, optimizer: Optimizer, num_items: float | Tensor | None = None) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        optimizer: Optimizer,
+        num_items: float | Tensor | None = None,
+        *,
+        retain_graph: bool = False,
+    ) -> None:
         """Backward pass of a loss that the script computed by calling the model; requires ``pp_size=1``.
 
         The gradient is that of the loss of all replicas' batches: each replica's loss counts by what it is a mean over,
@@ -258,16 +265,16 @@ class Booster(BoosterAdapters):
             optimizer: that :meth:`boost` returned.
             num_items: that this replica's loss is a mean over, a number or a tensor of one element; on all replicas or
                 on none. None: what is found.
+            retain_graph: as of torch: whether another pass may go through the same graph.
 
         Raises:
             ConfigError: there are stages on other ranks, the optimizer is not boosted, ``num_items`` is no number, or
                 the loss reads weights of which this rank has a part, or none (a penalty).
             UnlikeCallsError: replicas called it otherwise.
         """
-        if num_items is None:
-            self.plugin.backward(loss, optimizer)
-        else:
-            self.plugin.backward(loss, optimizer, num_items)
+        # Plugins need not know what is not asked for.
+        given = () if num_items is None else (num_items,)
+        self.plugin.backward(loss, optimizer, *given, **({"retain_graph": True} if retain_graph else {}))
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
         """A context in which each replica accumulates gradients locally; the next step outside reduces them.

@@ -121,15 +121,18 @@ class Plugin:
         """
         return parts
 
-    def backward(self, loss: Tensor, optimizer: Optimizer, num_items: Any = None) -> None:
+    def backward(
+        self, loss: Tensor, optimizer: Optimizer, num_items: Any = None, *, retain_graph: bool = False
+    ) -> None:
         """Add the gradient of a loss that the script computed by calling the boosted model.
 
         Args:
             loss: scalar, with a graph.
             optimizer: the one that :meth:`configure` returned; a loss scale belongs to it.
             num_items: that the loss is a mean over; replicas are weighted by it.
+            retain_graph: whether another pass may go through the same graph.
         """
-        loss.backward()  # type: ignore[no-untyped-call]  # torch does not type it
+        loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]  # torch does not type it
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
         """A context in which gradients accumulate on each replica without being reduced.

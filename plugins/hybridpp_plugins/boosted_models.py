@@ -125,7 +125,9 @@ class BoostedModels(
         self._closed = True
         self.layout.close()
 
-    def backward(self, loss: Tensor, optimizer: Optimizer, num_items: Any = None) -> None:
+    def backward(
+        self, loss: Tensor, optimizer: Optimizer, num_items: Any = None, *, retain_graph: bool = False
+    ) -> None:
         """See :meth:`hybridpp.Booster.backward`."""
         self._check_open()
         if not isinstance(optimizer, HybridOptimizer):
@@ -139,7 +141,7 @@ class BoostedModels(
                 "Call booster.execute_pipeline, which also runs backward."
             )
         with self._scaling(lambda: optimizer.gradient_scale):
-            optimizer.backward(loss, num_items=num_items)
+            optimizer.backward(loss, num_items=num_items, retain_graph=retain_graph)
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
         """See :meth:`hybridpp.Booster.no_sync`."""

@@ -64,7 +64,9 @@ class CriterionCheck:
         if reduction is LossReduction.COUPLED:
             raise ConfigError(
                 f"the loss is neither a mean nor a sum over items{because}, so it depends on num_microbatches and on "
-                f"the number of replicas. {_WAYS_OUT}"
+                f"the number of replicas. {_WAYS_OUT} If an output of the model holds no samples, but as many "
+                "numbers as there are samples (weights of levels, prototypes), say so, as in "
+                "HybridParallelPlugin(output_dims=(0, None))."
             )
         if reduction is LossReduction.UNCOUNTED:
             raise ConfigError(

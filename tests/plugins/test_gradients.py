@@ -428,3 +428,21 @@ def test_a_backward_pass_of_the_script_is_refused_at_any_time(before):
             model(_ROWS).square().mean().backward()
 
     Loopback(2).run(run)
+
+
+@pytest.mark.parametrize("settings", [{}, {"zero_stage": 2}, {"zero_stage": 3}], ids=str)
+def test_two_losses_may_go_back_through_one_graph(settings):
+    whole = _small()
+    outputs = whole(_ROWS)
+    (nn.functional.cross_entropy(outputs, _CLASSES) + outputs.square().mean()).backward()
+
+    def run():
+        booster, model, optimizer = boosted(_small(), sgd, _ROWS, **settings)
+        rows, classes = (one.chunk(2)[current_world().rank] for one in (_ROWS, _CLASSES))
+        outputs = model(rows)
+        booster.backward(nn.functional.cross_entropy(outputs, classes), optimizer, retain_graph=True)
+        booster.backward(outputs.square().mean(), optimizer)
+        return gradients_of(booster, model)
+
+    for found in Loopback(2).run(run):
+        assert_near(found, {name: one.grad for name, one in whole.named_parameters()})
