@@ -13,6 +13,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from hybridpp.nn.torch_private import INPUT_METADATA
+from hybridpp.pipeline.loss_graph import is_of_parameters
 from hybridpp.pipeline.loss_trace import LossTrace
 from hybridpp.pipeline.sample_dims import SampleDim, guessed_samples
 
@@ -67,7 +68,8 @@ def mark_outputs(outputs: Sequence[Tensor], num_samples: int, trace: LossTrace |
     for position, (tensor, guess) in enumerate(zip(outputs, guessed, strict=True)):
         if tensor.grad_fn is None:
             continue
-        samples = (None if trace is None else trace.samples_of(tensor)) or guess
+        is_learned = is_of_parameters(tensor.grad_fn) or (trace is not None and trace.is_of_parameters(tensor))
+        samples = None if is_learned else (None if trace is None else trace.samples_of(tensor)) or guess
         why = "" if trace is None else trace.coupling_of(tensor)
         output = _Output(position, num_samples, samples if tensor.dim() else None, why, weakref.ref(tensor))
         edge = get_gradient_edge(tensor)

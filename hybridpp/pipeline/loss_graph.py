@@ -3,10 +3,10 @@
 import math
 import zlib
 from collections.abc import Iterator, Sequence, Set
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from hybridpp.nn.torch_private import INPUT_METADATA, loss_input_of, loss_reduction_of, reduced_sizes_of
@@ -37,13 +37,43 @@ _UNLINEAR = frozenset(
     for name in ("Sqrt", "Exp", "Log", "Log1P", "Pow", "Clamp", "ClampMin", "ClampMax", "Abs", "Sigmoid", "Tanh")
     for number in (0, 1, 2)
 )
+# Of a tensor alone, whose graph has no other inputs.
+_OF_ONE = (
+    _KEEPING
+    | _MEANS
+    | _SUMS
+    | _ROWS
+    | _TURNING
+    | frozenset(
+        f"{name}Backward{number}"
+        for name in (
+            *("Exp", "Log", "Log1P", "Softplus", "Softmax", "LogSoftmax", "Logsumexp", "Sigmoid", "LogSigmoid", "Tanh"),
+            *("Relu", "Reciprocal", "Pow", "Sqrt", "Rsqrt", "Abs", "Clamp", "ClampMin", "ClampMax", "Slice"),
+        )
+        for number in ((0, 1) if name.startswith("Clamp") else (0,))
+    )
+)
 _MEAN, _ADDS_UP = 1, 2  # at::Reduction
 # The most numbers that are followed where a script stacks its terms.
-_MAX_STACKED = 16
+_MAX_STACKED = 32
 # Nodes that are looked at below a term.
 _MAX_BELOW = 30
 # The relative difference that rounding makes between two counts of items: half precision has three digits.
 _TOLERANCE = 1e-2
+
+
+class Site(NamedTuple):
+    """Where the gradient of a term is weighed: all of it passes there, and nothing of other terms.
+
+    Attributes:
+        node: that made the term, or its product with what is learned.
+        element: which one of the node's result, where others are other terms; None: all.
+        of_inputs: whether the gradients of the node's inputs are weighed, not that of its result.
+    """
+
+    node: Node
+    element: int | None = None
+    of_inputs: bool = False
 
 
 class GraphTerm(NamedTuple):
@@ -56,6 +86,7 @@ class GraphTerm(NamedTuple):
         is_of_elements: whether the number is that of a tensor's elements.
         is_sum: whether it is a sum that is divided by nothing.
         factors: what a sum is divided by (power 1) and multiplied with (-1); None: it is none, but a mean.
+        product: where it is multiplied with what is learned; None: it is not.
     """
 
     node: Node
@@ -64,6 +95,12 @@ class GraphTerm(NamedTuple):
     is_of_elements: bool = False
     is_sum: bool = False
     factors: tuple[tuple[Any, int], ...] | None = None
+    product: Site | None = None
+
+    @property
+    def site(self) -> Site:
+        """Where its gradient is weighed."""
+        return self.product or Site(self.node)
 
 
 class GraphLoss(NamedTuple):
@@ -75,6 +112,7 @@ class GraphLoss(NamedTuple):
         size: of the tensors that it is made of, if its terms are not known; else 0.
         is_one: whether the terms are parts of one sum, which is divided by one number: their number tells nothing.
         is_nothing: whether it is something times 0, or a number, as scripts write it where there is nothing to learn.
+        why: why its terms are not known; "": it is made of what is not read.
     """
 
     terms: tuple[GraphTerm, ...] = ()
@@ -82,10 +120,11 @@ class GraphLoss(NamedTuple):
     size: int = 0
     is_one: bool = False
     is_nothing: bool = False
+    why: str = ""
 
 
 class _Unknown(Exception):
-    """The node that is no known sum or mean."""
+    """The node that is no known sum or mean; and why, if it is another reason than that."""
 
 
 def read_loss(loss: Tensor, max_terms: int) -> GraphLoss:
@@ -104,13 +143,16 @@ def read_loss(loss: Tensor, max_terms: int) -> GraphLoss:
     terms, names = walk.terms, walk.names
     try:
         walk(loss.grad_fn, [])
-        nodes = [term.node for term in terms]
+        nodes, sites = [term.node for term in terms], [term.site[:2] for term in terms]
         if len(terms) > max_terms or len(set(nodes)) < len(nodes) or _are_of_rows(nodes):
             raise _Unknown(loss.grad_fn)
+        first = (terms[0].factors if terms else None) or ()
+        is_one = bool(first) and all(one.factors is not None and _is_same(one.factors, first) for one in terms)
+        if len(set(sites)) < len(sites) and not is_one:  # the gradient of the factor would need each of them
+            raise _Unknown(loss.grad_fn, "a learned factor multiplies several terms: write a product for each of them")
     except _Unknown as unknown:
-        return GraphLoss(size=_size_below(unknown.args[0]))
-    first = (terms[0].factors if terms else None) or ()
-    is_one = bool(first) and all(one.factors is not None and _is_same(one.factors, first) for one in terms)
+        node, *why = unknown.args
+        return GraphLoss(size=_size_below(node), why="".join(why))
     if is_one:
         names = sorted({one.kind for one in terms})
     kind = 1 + (zlib.crc32(" ".join(names).encode()) & 0xFFFFFF)
@@ -126,95 +168,119 @@ class _Walk:
         is_open: whether a part that is not known is a term, of no kind, instead of an error, and reductions are only
             looked at from outside.
         max_terms: with more, what is stacked is one term.
+
+    Attributes:
+        terms: as far as the walk has come.
+        names: of what was passed.
+        has_stack: of an open walk, whether a term is a reduction of what a script has stacked.
     """
 
     def __init__(self, is_open: bool = False, max_terms: int = 0):
         self._max_terms = max_terms
         self.terms: list[GraphTerm] = []
         self.names: list[str] = []
-        self._is_open = is_open
+        self._is_open, self.has_stack = is_open, False
 
-    def __call__(self, node: Node, factors: Sequence[tuple[Any, int]]) -> None:
-        """Add the terms of what a node makes, which has been divided by factors (power 1), or multiplied (-1)."""
+    def __call__(self, node: Node, factors: Sequence[tuple[Any, int]], site: Site | None = None) -> None:
+        """Add the terms of what a node makes, which has been divided by factors (power 1), or multiplied (-1).
+
+        ``site``: where it is multiplied with what is learned.
+        """
         name = node.name()
         inner = [one for one, _ in node.next_functions if one is not None]
         if math.prod(_shape(node)) != 1:
             self._unknown(node, name)
             return
         self.names.append(name)
-        if _is_of_parameters(node):
+        if is_of_parameters(node):
             return
+        if self._is_open and name in _MEANS | _SUMS | _DOTS:
+            self.has_stack = self.has_stack or any(map(_is_stack, inner))
         if name in _ADDING or (name in _KEEPING and len(inner) == 1):
             for one in inner:
-                self(one, factors)
+                self(one, factors, site)
         elif name in _MULTIPLYING or name in _DIVIDING:
-            self._product(node, name, inner, factors)
+            self._product(node, name, inner, factors, site)
         elif name in _MEANS or name in _SUMS:
             sizes = reduced_sizes_of(node)
             numel = math.prod(sizes)
             if numel == 1 and inner and not (self._is_open and sizes):
-                self(inner[0], factors)
+                self(inner[0], factors, site)
             elif numel == 1 and self._is_open:  # of one element, every reduction is the same
                 self.terms.append(GraphTerm(node, math.nan))
             else:
-                self._reduction(node, name, numel, inner, factors)
+                self._reduction(node, name, inner, factors, site)
         elif hasattr(node, "_saved_reduction"):
             count = _num_items(node)
             is_of_elements = loss_reduction_of(node) == _MEAN and getattr(node, "_saved_total_weight", None) is None
-            self._add(node, f"{name}{loss_reduction_of(node)}", count, factors, is_of_elements=is_of_elements)
+            self._add(node, f"{name}{loss_reduction_of(node)}", count, factors, site, is_of_elements=is_of_elements)
         elif name in _JOINING and len(inner) == 1 and not self._is_open:
-            self(inner[0], factors)
+            self(inner[0], factors, site)
         elif name == "DotBackward0" or (name in _DOTS and not self._is_open):
-            self._dot(node, name, inner, factors)
+            self._dot(node, name, inner, factors, site)
         elif name in _TURNING and not self._is_open:
-            self(inner[0], factors)
+            self(inner[0], factors, site)
         else:
             self._unknown(node, name)
 
     def _reduction(
-        self, node: Node, name: str, numel: int, inner: Sequence[Node], factors: Sequence[tuple[Any, int]]
+        self, node: Node, name: str, inner: Sequence[Node], factors: Sequence[tuple[Any, int]], site: Site | None
     ) -> None:
         """Add the terms of a sum, or mean, of a tensor: those that were stacked, else one or those that it adds."""
-        is_mean = name in _MEANS
+        is_mean, numel = name in _MEANS, math.prod(reduced_sizes_of(node))
         parts = [] if self._is_open or len(inner) != 1 else _elements(inner[0], numel)
-        if self._stacked(parts, [*factors, (numel, 1)] if is_mean else factors):
+        if self._stacked(parts, [*factors, (numel, 1)] if is_mean else factors, site):
             return
         added = [(node, ())] if self._is_open or len(inner) != 1 else _divided(node, inner[0], numel)
         self.names += [name] * (len(added) - 1)
         for one, own in added:
-            self._add(one, name, numel if is_mean else 1, [*factors, *own], is_of_elements=is_mean)
+            self._add(one, name, numel if is_mean else 1, [*factors, *own], site, is_of_elements=is_mean)
 
-    def _dot(self, node: Node, name: str, inner: Sequence[Node], factors: Sequence[tuple[Any, int]]) -> None:
+    def _dot(
+        self, node: Node, name: str, inner: Sequence[Node], factors: Sequence[tuple[Any, int]], site: Site | None
+    ) -> None:
         """Add the terms of a sum of products."""
+        rest = [one for one in inner if not is_of_parameters(one)]
+        if len(rest) == 1 < len(inner) and not self._is_open:
+            parts = _elements(rest[0], math.prod(_shape(rest[0])))
+            own_sites = [one._replace(site=Site(node, at, of_inputs=True)) for at, one in enumerate(parts)]
+            if self._stacked(own_sites, factors, site):
+                return
         constant = next((one for label in _FACTORS if isinstance(one := getattr(node, label, None), Tensor)), None)
         numel = 0 if constant is None else constant.numel()
         if self._is_open or len(inner) != 1 or constant is None or math.prod(_shape(inner[0])) != numel:
-            self._add(node, name, 1, factors)
+            self._add(node, name, 1, factors, site)
             return
-        parts = _elements(inner[0], numel)
-        if self._stacked([(one, _with_factor(own, constant, at, -1)) for at, (one, own) in enumerate(parts)], factors):
+        parts = [one.times(constant, at, -1) for at, one in enumerate(_elements(inner[0], numel))]
+        if self._stacked(parts, factors, site):
             return
         added = _divided(node, inner[0], numel)
         self.names += [name] * (len(added) - 1)
         for one, own in added:
-            self._add(one, name, 1, [*factors, *own])
+            self._add(one, name, 1, [*factors, *own], site)
 
-    def _stacked(self, parts: Sequence["_Element"], factors: Sequence[tuple[Any, int]]) -> bool:
+    def _stacked(self, parts: Sequence["_Element"], factors: Sequence[tuple[Any, int]], site: Site | None) -> bool:
         """Whether a script's own terms, which it has stacked, were followed one by one."""
-        nodes = [node for node, _ in parts if node is not None]
+        nodes = [one.node for one in parts if one.node is not None]
         if not nodes or _are_of_rows(nodes, _SOME_ROWS):  # terms of samples: each of them is an item
             return False
         num_terms, num_names = len(self.terms), len(self.names)
-        for node, own in parts:
-            if node is not None:
-                self(node, [*factors, *own])
+        for one in parts:
+            if one.node is not None:
+                self(one.node, [*factors, *one.factors], site or one.site)
         if len(self.terms) <= self._max_terms:
             return True
         del self.terms[num_terms:], self.names[num_names:]
         return False
 
     def _add(
-        self, node: Node, kind: str, count: Any, factors: Sequence[tuple[Any, int]], is_of_elements: bool = False
+        self,
+        node: Node,
+        kind: str,
+        count: Any,
+        factors: Sequence[tuple[Any, int]],
+        site: Site | None,
+        is_of_elements: bool = False,
     ) -> None:
         is_divided = any(power > 0 for _, power in factors)
         is_sum = not (is_divided or is_of_elements or isinstance(count, Tensor) or _has_tensor(factors))
@@ -224,7 +290,7 @@ class _Walk:
                 if power < 0:  # times 0, it has no items
                     number = _unless_zero(factor, number)
         of_sum = None if is_of_elements or isinstance(count, Tensor) else tuple(factors)
-        self.terms.append(GraphTerm(node, number, kind + "/" * is_divided, is_of_elements, is_sum, of_sum))
+        self.terms.append(GraphTerm(node, number, kind + "/" * is_divided, is_of_elements, is_sum, of_sum, site))
 
     def _unknown(self, node: Node, name: str) -> None:
         if not self._is_open:
@@ -232,16 +298,16 @@ class _Walk:
         shows = name in _UNLINEAR or name in _MULTIPLYING or name in _DIVIDING
         self.terms.append(GraphTerm(node, math.nan, name if shows and math.prod(_shape(node)) == 1 else ""))
 
-    def _product(self, node: Node, name: str, inner: Sequence[Node], factors: Sequence[tuple[Any, int]]) -> None:
+    def _product(
+        self, node: Node, name: str, inner: Sequence[Node], factors: Sequence[tuple[Any, int]], site: Site | None
+    ) -> None:
         is_divisor = name in _DIVIDING
         if len(inner) == 2:
-            # A learned weight of the term is the same on all replicas.
-            of_parameters = [one for one in inner if _is_of_parameters(one)]
-            rest = [one for one in inner if one not in of_parameters]
-            if len(rest) != 1 or (is_divisor and rest[0] is not inner[0]):
+            rest = _times_parameters(name, inner)
+            if rest is None:
                 self._unknown(node, name)
             else:
-                self(rest[0], factors)
+                self(rest, factors, site or Site(node, of_inputs=True))
             return
         if len(inner) != 1 or (is_divisor and node.next_functions[0][0] is None):
             self._unknown(node, name)
@@ -253,7 +319,7 @@ class _Walk:
             return
         num_terms, num_names = len(self.terms), len(self.names)
         try:
-            self(inner[0], [*factors, (factor, 1 if is_divisor else -1)])
+            self(inner[0], [*factors, (factor, 1 if is_divisor else -1)], site)
         except _Unknown:
             if is_divisor or not _is_zero(factor):
                 raise
@@ -278,7 +344,8 @@ class LossComparison:
         self._measured: Sequence[Measured | None] = ()
         self._products: dict[int, Sequence[Product | None]] = {}
         self._without_items: list[int] = []
-        self._read: list[tuple[int, list[_Reduced]]] = []
+        # With whether the terms show one by one.
+        self._read: list[tuple[int, list[_Reduced], bool]] = []
 
     def begin(self, form: LossForm | None, measured: Sequence[Measured | None] = ()) -> None:
         """Losses of micro-batches with these counts follow; ``form``: of each; None: nothing is compared."""
@@ -303,7 +370,7 @@ class LossComparison:
         else:
             walk = _Walk(is_open=True)
             walk(loss.grad_fn, ())
-            self._read.append((microbatch, [self._reduced(*term[1:4]) for term in walk.terms]))
+            self._read.append((microbatch, [self._reduced(*term[1:4]) for term in walk.terms], not walk.has_stack))
         return loss, None
 
     def _reduced(self, count: float | Tensor, kind: str, is_of_elements: bool) -> "_Reduced":
@@ -330,7 +397,7 @@ class LossComparison:
         ):
             return LossReduction.APPEARED, 0.0
         read = [one for one in read if losses[one[0]] and math.isfinite(losses[one[0]])]
-        rows = [(len(terms), {term.kind for term in terms if term.kind}) for _, terms in read]
+        rows = [(len(terms), {term.kind for term in terms if term.kind}) for _, terms, _ in read]
         is_first = not form.kinds
         first_number, first_kinds = rows[0] if rows else (0, set())
         known, numbers = form.kinds or first_kinds, form.numbers_of_terms or {first_number}
@@ -341,9 +408,9 @@ class LossComparison:
             return LossReduction.APPEARED if is_first or has_more else LossReduction.CHANGED, 0.0
         ratios: dict[tuple[int, int], float] = {}
         is_complete, total = bool(read), 0.0
-        for microbatch, terms in read:
-            total = 0.0
-            for index, product in _aligned(form, self._products.get(microbatch, form.of_terms), len(terms)):
+        for microbatch, terms, is_apart in read:
+            total, of_terms = 0.0, self._products.get(microbatch, form.of_terms)
+            for index, product in _aligned(form, of_terms, len(terms)) if is_apart else ():
                 own = self._measured[microbatch]
                 assert own is not None, "else its loss was not read"
                 ratio = terms[index].value(counts) / form.divisor(product, own)
@@ -438,18 +505,59 @@ def _below(node: Node) -> Iterator[Node]:
         pending.extend(inner)
 
 
-def _is_of_parameters(node: Node) -> bool:
-    """Whether it is computed from a few parameters of one element."""
+def is_of_parameters(node: Node) -> bool:
+    """Whether it is computed from a few parameters of few elements, and of these from nothing else."""
     for number, one in enumerate(_below(node)):
-        if number >= _MAX_BELOW or math.prod(_shape(one)) != 1:
+        inner = [following for following, _ in one.next_functions if following is not None]
+        sizes = [math.prod(_shape(made)) for made in (one, *inner)]
+        if number >= _MAX_BELOW or not 0 < max(sizes) <= _MAX_STACKED:
             return False
-        if not one.next_functions and not one.name().endswith("AccumulateGrad"):
+        is_wide = any(size != 1 for size in sizes)
+        if not one.next_functions:
+            is_parameter = not is_wide or isinstance(getattr(one, "variable", None), nn.Parameter)
+            if not one.name().endswith("AccumulateGrad") or not is_parameter:
+                return False
+        elif is_wide and not _is_of_inner(one, inner):
             return False
     return True
 
 
-_Element: TypeAlias = tuple[Node | None, list[tuple[Any, int]]]
-"""A number that is a part of a tensor, None where it needs no gradient; and what it is divided by there."""
+def _is_of_inner(node: Node, inner: Sequence[Node]) -> bool:
+    """Whether a tensor is made of those alone that its graph has: others, which need no gradient, leave no trace."""
+    name = node.name()
+    if name in _OF_ONE or (len(inner) == 2 and name in _ADDING | _MULTIPLYING | _DIVIDING):
+        return True
+    constant = _constant_of(node, name)
+    return constant is not None and (not isinstance(constant, Tensor) or constant.numel() == 1)
+
+
+def _times_parameters(name: str, inner: Sequence[Node]) -> Node | None:
+    """What is multiplied with, or divided by, what is made of parameters: learned factors are the same on all replicas.
+
+    None: neither is, or both are.
+    """
+    rest = [one for one in inner if not is_of_parameters(one)]
+    return rest[0] if len(rest) == 1 and not (name in _DIVIDING and rest[0] is not inner[0]) else None
+
+
+class _Element(NamedTuple):
+    """A number that is a part of a tensor.
+
+    Attributes:
+        node: that made it; None: it needs no gradient.
+        factors: what it is divided by there.
+        site: where it is multiplied with what is learned.
+    """
+
+    node: Node | None
+    factors: Sequence[tuple[Any, int]] = ()
+    site: Site | None = None
+
+    def times(self, constant: Any, at: int, power: int) -> "_Element":
+        """The same, divided by (power 1) or multiplied with a number, or one of a tensor's."""
+        if isinstance(constant, Tensor) and constant.numel() > 1:
+            constant = constant.flatten()[at]
+        return self._replace(factors=[*self.factors, (constant, power)])
 
 
 def _elements(node: Node, numel: int) -> list[_Element]:
@@ -462,8 +570,16 @@ def _elements(node: Node, numel: int) -> list[_Element]:
         joined: list[_Element] = []
         for one in edges:
             size = 1 if one is None else math.prod(_shape(one))
-            joined += [(one, [])] if one is None or size == 1 else _elements(one, size)
+            joined += [_Element(one)] if one is None or size == 1 else _elements(one, size)
         return joined if len(joined) == numel else []
+    if len(inner) == 2 and name in _ADDING | _MULTIPLYING | _DIVIDING:
+        rest = _times_parameters(name, inner)
+        made = [] if rest is None else _elements(rest, numel)
+        if name in _ADDING:
+            return made
+        # What is smaller was broadcast, and its gradient is that of all elements together.
+        of_inputs = all(math.prod(_shape(one)) == numel for one in inner)
+        return [one._replace(site=Site(node, at, of_inputs)) for at, one in enumerate(made)]
     if len(inner) != 1:
         return []
     if name in _KEEPING or name in _ADDING or (name in _TURNING and numel == max(_shape(node))):
@@ -472,13 +588,13 @@ def _elements(node: Node, numel: int) -> list[_Element]:
     if constant is None or (isinstance(constant, Tensor) and constant.numel() not in (1, numel)):
         return []
     power = 1 if name in _DIVIDING else -1
-    return [(one, _with_factor(own, constant, at, power)) for at, (one, own) in enumerate(_elements(inner[0], numel))]
+    return [one.times(constant, at, power) for at, one in enumerate(_elements(inner[0], numel))]
 
 
-def _with_factor(own: list[tuple[Any, int]], constant: Any, at: int, power: int) -> list[tuple[Any, int]]:
-    if isinstance(constant, Tensor) and constant.numel() > 1:
-        constant = constant.flatten()[at]
-    return [*own, (constant, power)]
+def _is_stack(node: Node) -> bool:
+    """Whether a script has stacked terms of its own, which are none of single samples."""
+    nodes = [one.node for one in _elements(node, math.prod(_shape(node))) if one.node is not None]
+    return bool(nodes) and not _are_of_rows(nodes, _SOME_ROWS)
 
 
 def _constant_of(node: Node, name: str) -> Any:
@@ -553,14 +669,20 @@ def _size_below(node: Node) -> int:
     return next((size for one in _below(node) if (size := math.prod(_shape(one))) != 1), 1)
 
 
-def weigh(node: Node, weight: Tensor) -> Any:
-    """Multiply the gradient of what a node made with a weight, in the next backward passes; returns a handle."""
+def weigh(site: Site, weight: Tensor) -> Any:
+    """Multiply the gradient that passes a site with a weight, in the next backward passes; returns a handle."""
 
-    def weighed(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    def weighed(gradient: Tensor | None) -> Tensor | None:
+        if gradient is None:
+            return None
         # A mean over no items has inf or NaN gradients.
-        return tuple(
-            None if one is None else torch.where(weight == 0, torch.zeros_like(one), one * weight.to(one.dtype))
-            for one in gradients
-        )
+        by_weight = torch.where(weight == 0, torch.zeros_like(gradient), gradient * weight.to(gradient.dtype))
+        if site.element is None:
+            return by_weight
+        is_own = torch.arange(gradient.numel(), device=gradient.device).view(gradient.shape) == site.element
+        return torch.where(is_own, by_weight, gradient)
 
-    return node.register_prehook(weighed)
+    def of_all(gradients: tuple[Tensor | None, ...], *_: Any) -> tuple[Tensor | None, ...]:
+        return tuple(map(weighed, gradients))
+
+    return site.node.register_hook(of_all) if site.of_inputs else site.node.register_prehook(of_all)

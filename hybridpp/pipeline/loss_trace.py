@@ -134,6 +134,8 @@ OF_EARLIER_STAGE = "a number of an earlier stage"
 """The reason of a term that this stage has received."""
 # A head and its loss in one.
 _FUSED_LOSS = "linear_cross_entropy"
+# They may repeat what they get, as for each sample.
+_SPREADING = frozenset(["expand", "expand_as", "broadcast_to", "repeat", "tile"])
 _CLASS_LOSSES = frozenset(["cross_entropy", "nll_loss", _FUSED_LOSS])
 
 
@@ -271,6 +273,11 @@ class LossTrace(WatchingMode):
             if is_unknown and self.samples_of(tensor) is None:
                 self._hold(tensor, samples)
 
+    def of_parameters(self, tensors: Sequence[Tensor]) -> None:
+        """Tensors that are made of parameters alone, as far as the script's calls do not show it."""
+        for tensor in tensors:
+            self._note(tensor, nn.Parameter)
+
     def of_earlier_stages(self, tensors: Sequence[Tensor]) -> None:
         """Tensors that earlier stages sent. How one makes numbers of all samples is not seen."""
         lack = lack_samples([tensor.shape for tensor in tensors], self._num_samples)
@@ -376,11 +383,23 @@ class LossTrace(WatchingMode):
                 position,
             )
             self._made[id(one)] = found = samples_in(call)
-            self._hold(one, found.samples)
+            self._hold(one, found.samples or self._spread(name, args, one))
+
+    def _spread(self, name: str, args: Any, result: Tensor) -> SampleDim | None:
+        """Where what is made of parameters alone was repeated for each sample, as its size shows."""
+        if name not in _SPREADING or not args or self._of(args[0]) is not nn.Parameter:
+            return None
+        own = [1] * (result.dim() - args[0].dim()) + list(args[0].shape)
+        dims = [dim for dim, size in enumerate(result.shape) if size == self._num_samples and own[dim] == 1 != size]
+        return SampleDim(dims[0], is_sure=False) if dims else None
 
     def is_computed(self, tensor: Tensor) -> bool:
         """Whether a model computed it, as far as known."""
         return isinstance(self._of(tensor), _OfModel)
+
+    def is_of_parameters(self, tensor: Tensor) -> bool:
+        """Whether it is made of parameters alone, and not for each sample, as far as known."""
+        return self._of(tensor) is nn.Parameter and self.samples_of(tensor) is None
 
     def of_inputs(self, tensor: Tensor) -> Count | None:
         """What makes a tensor of the inputs alone; None: it is made otherwise, as far as known."""
@@ -1053,7 +1072,7 @@ class LossTrace(WatchingMode):
         if name in _KEEPING and len(models) == 1:
             return keeps(terms)
         are_weighted = all(one is tensor or self._is_constant(one) for one in tensors_of((args, kwargs)))
-        if name in _PRODUCTS | _TO_SCALAR and len(models) == 1 and are_weighted:
+        if (name in _PRODUCTS | _TO_SCALAR or name == "einsum") and len(models) == 1 and are_weighted:
             return keeps(terms)  # that a script has stacked
         if name in _JOINING:
             return self._joined(function, args, kwargs, models)

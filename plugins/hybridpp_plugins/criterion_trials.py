@@ -3,7 +3,7 @@
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
@@ -68,6 +68,7 @@ class CriterionTrials:
         microbatches: of this replica.
         pipeline: where tensors have their samples.
         device: where the rank computes.
+        learned: positions of the outputs, among their leaves, that are made of parameters alone: they hold no samples.
     """
 
     def __init__(
@@ -76,9 +77,21 @@ class CriterionTrials:
         microbatches: Sequence[Microbatch],
         pipeline: PipelineConfig,
         device: torch.device,
+        learned: Set[int] = frozenset(),
     ):
         self._criterion, self._microbatches = criterion, microbatches
-        self._pipeline, self._device = pipeline, device
+        self._pipeline, self._device, self._learned = pipeline, device, learned
+
+    def of_outputs(self, trace: LossTrace, outputs: Any) -> "CriterionTrials":
+        """The same for outputs whose making was followed."""
+        leaves = enumerate(pytree.tree_leaves(outputs))
+        learned = {index for index, leaf in leaves if isinstance(leaf, Tensor) and trace.is_of_parameters(leaf)}
+        return CriterionTrials(self._criterion, self._microbatches, self._pipeline, self._device, learned)
+
+    def _out_dims(self, outputs: Any) -> list[int | None]:
+        """The sample dimension of each leaf of the outputs; None: it holds no samples."""
+        dims = leaf_dims(outputs, dims=self._pipeline.dims_of_outputs)
+        return [None if index in self._learned else dim for index, dim in enumerate(dims)]
 
     def again(self, outputs: Any, inputs: Any) -> Any:
         """The criterion's result for other tensors, to look at it: what it keeps between its calls stays as it is."""
@@ -105,7 +118,9 @@ class CriterionTrials:
         """
         trace = LossTrace(trees, num_samples, self._pipeline.batch_dims or 0, choice)
         trace.in_criterion = in_criterion
-        trace.received([leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)])
+        leaves = pytree.tree_leaves(outputs)
+        trace.of_parameters([leaves[index] for index in self._learned])
+        trace.received([leaf for leaf in leaves if isinstance(leaf, Tensor)])
         with preserved_random_state(self._device), trace:
             loss = self.again(outputs, inputs)
         return trace, trace.terms(loss) or ()
@@ -115,12 +130,11 @@ class CriterionTrials:
         return self.again(*self._twice(outputs, inputs, count))
 
     def _twice(self, outputs: Any, inputs: Any, count: int) -> tuple[Any, Any]:
-        out_dims = functools.partial(leaf_dims, dims=self._pipeline.dims_of_outputs)
         listed = self.of_lists(inputs, count, lambda entries: entries * 2)
         lengths = self._lengths(inputs, count)
         if lengths is not None:
             return some_sequences(outputs, lengths, [*range(count)] * 2), self.twice_inputs(listed, count)
-        return duplicate_samples(outputs, count, out_dims), self.twice_inputs(listed, count)
+        return duplicate_samples(outputs, count, self._out_dims), self.twice_inputs(listed, count)
 
     def _lengths(self, inputs: Any, num_samples: int) -> Sequence[int] | None:
         """Of the samples, if they are the sequences of a packed row."""
@@ -154,7 +168,6 @@ class CriterionTrials:
     ) -> str:
         """How the criterion's loss depends on which samples are together, as far as trying it tells; "": not at all."""
         count = self._microbatches[microbatch].num_samples
-        out_dims = functools.partial(leaf_dims, dims=self._pipeline.dims_of_outputs)
         changed = [_may_change(trace, leaf) for leaf in pytree.tree_leaves(outputs)]
         if count > 1:
             parts = self._halves(outputs, inputs, count)
@@ -175,7 +188,7 @@ class CriterionTrials:
                     # That the samples' losses are equal must not hide it.
                     some = slice(0, count if _size_of(outputs) <= _MAX_COPIED else 2)
                     unlike = with_unlike_samples(
-                        select_samples(outputs, count, out_dims, some), some.stop, out_dims, changed
+                        select_samples(outputs, count, self._out_dims, some), some.stop, self._out_dims, changed
                     )
                     parts = self._halves(unlike, self.part_of(inputs, count, some), some.stop)
                     differs = self._differs(form, None, parts, known=0)
@@ -218,12 +231,11 @@ class CriterionTrials:
         self, form: LossForm, loss: Tensor, outputs: Any, inputs: Any, count: int, changed: Sequence[bool]
     ) -> str:
         """The same of a criterion that cannot be called with halves: with the samples twice, and by its calls."""
-        out_dims = functools.partial(leaf_dims, dims=self._pipeline.dims_of_outputs)
         twice, twice_inputs = self._twice(outputs, inputs, count)
         with suppress(_NotCalledError):  # for other numbers of samples
             differs = self._differs(form, loss, self._halves(twice, twice_inputs, 2 * count), known=1)
             if differs is False:
-                unlike = with_unlike_samples(twice, 2 * count, out_dims, changed)
+                unlike = with_unlike_samples(twice, 2 * count, self._out_dims, changed)
                 differs = self._differs(form, None, self._halves(unlike, twice_inputs, 2 * count), known=0)
             return "of the samples twice it is another than of them once" if differs else ""
         try:
@@ -247,7 +259,11 @@ class CriterionTrials:
         leaves = pytree.tree_leaves(outputs)
         remade = [trace.of_inputs(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
         known = zip(leaves, remade, strict=True)
-        is_all = all(count or trace.is_computed(leaf) for leaf, count in known if isinstance(leaf, Tensor))
+        is_all = all(
+            count or index in self._learned or trace.is_computed(leaf)
+            for index, (leaf, count) in enumerate(known)
+            if isinstance(leaf, Tensor)
+        )
         if not is_all:
             alike = [own]  # what it returned of the inputs would not belong to other ones
         if len(MIXED) * _size_of(outputs) > own.num_samples * 8 * _MAX_COPIED:
@@ -315,18 +331,17 @@ class CriterionTrials:
         self, pair: TrialPair, kinds: Sequence[int], slices: Sequence[slice], outputs: "_Outputs", device: torch.device
     ) -> list[Part]:
         """Outputs and inputs of samples of a pair, in a row; and of parts of them."""
-        out_dims = functools.partial(leaf_dims, dims=self._pipeline.dims_of_outputs)
         count, size = len(kinds), outputs.size
         inputs = self._chosen(pair, size=size)(kinds)
-        picked = picked_samples(outputs.tree, size, out_dims, [pair.samples[kind] for kind in kinds])
-        unlike = with_unlike_samples(picked, count, out_dims, outputs.changed)
+        picked = picked_samples(outputs.tree, size, self._out_dims, [pair.samples[kind] for kind in kinds])
+        unlike = with_unlike_samples(picked, count, self._out_dims, outputs.changed)
         if device != self._device:
             unlike = with_values(unlike)
         unlike, inputs = (pytree.tree_map_only(Tensor, lambda leaf: leaf.to(device), one) for one in (unlike, inputs))
         found = []
         for part in slices:
             own = self.part_of(inputs, count, part)
-            leaves, structure = pytree.tree_flatten(select_samples(unlike, count, out_dims, part))
+            leaves, structure = pytree.tree_flatten(select_samples(unlike, count, self._out_dims, part))
             for index, made_by in enumerate(outputs.remade):
                 if made_by is not None:
                     leaves[index] = made_by.of(own, part.stop - part.start)
@@ -372,12 +387,11 @@ class CriterionTrials:
 
     def _halves(self, outputs: Any, inputs: Any, count: int) -> list[tuple[Any, Any, slice]]:
         """The outputs and inputs of all samples; of half of them; and of the others."""
-        out_dims = functools.partial(leaf_dims, dims=self._pipeline.dims_of_outputs)
         lengths = self._lengths(inputs, count)
 
         def made_of(part: slice) -> Any:
             if lengths is None:
-                return select_samples(outputs, count, out_dims, part)
+                return select_samples(outputs, count, self._out_dims, part)
             return some_sequences(outputs, lengths, range(part.start, part.stop))
 
         parts = slice(0, count), slice(0, count // 2), slice(count // 2, count)
@@ -389,10 +403,9 @@ class CriterionTrials:
         The inputs of the other are those of another micro-batch, its outputs those of the sample times a number.
         """
         in_dims = functools.partial(leaf_dims, dims=self._pipeline.batch_dims or 0)
-        out_dims = functools.partial(leaf_dims, dims=self._pipeline.dims_of_outputs)
         given = self._microbatches[microbatch].inputs
         others = [one.inputs for one in self._microbatches if one.num_samples == 1 and one.inputs is not given]
-        both_outputs, other_outputs = with_another(outputs, None, out_dims, _FACTOR)
+        both_outputs, other_outputs = with_another(outputs, None, self._out_dims, _FACTOR)
         lengths = self._lengths(inputs, 1)
         if lengths is not None:
             both_outputs = joined_sequences([outputs, other_outputs], lengths[0])

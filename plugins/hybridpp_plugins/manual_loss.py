@@ -16,6 +16,7 @@ from hybridpp.partition.compiled import is_compiled_by_script
 from hybridpp.pipeline import GraphLoss, LossTrace, read_loss, weigh
 from hybridpp.pipeline.loss_coupling import LossSection, mark_outputs, num_samples_of
 from hybridpp.pipeline.loss_form import ADVICE
+from hybridpp.pipeline.loss_graph import Site
 from hybridpp_plugins.manual_forward import end_of, tensors_of
 
 _DECLARED, _NOTHING = 1 << 25, 1 << 26
@@ -116,10 +117,11 @@ class ManualLosses:
         """
         why, is_new = "", False
         if num_items is not None:
-            nodes, counts, kind, size = [loss.grad_fn], [_checked(num_items)], _DECLARED, 0
+            sites = [] if loss.grad_fn is None else [Site(loss.grad_fn)]
+            counts, kind, size = [_checked(num_items)], _DECLARED, 0
         else:
             found, section = read_loss(loss, _MAX_TERMS), LossSection(loss)
-            nodes, counts = [term.node for term in found.terms], [term.num_items for term in found.terms]
+            sites, counts = [term.site for term in found.terms], [term.num_items for term in found.terms]
             kind, size = _kind(found, section), found.size
             counts = counts[:1] if found.is_one else counts
             is_new = section.signature not in self._looked_at and len(self._looked_at) < _MAX_LOOKED_AT
@@ -128,12 +130,13 @@ class ManualLosses:
                 why = section.coupling(loss, is_of_one_item=_is_of_one_item(found))
             if loss.grad_fn is not None and not found.is_nothing and all(term.is_sum for term in found.terms):
                 how = "a sum that is divided by nothing" if found.terms else f"it ends with {loss.grad_fn.name()}"
-                self._warn_once(_UNKNOWN.format(why=how))
+                self._warn_once(_UNKNOWN.format(why=found.why or how))
         self._note(kind, size)
         weights = self._weights([float(is_syncing), float(kind), float(bool(why))], counts, is_new=is_new, why=why)
-        if len(counts) < len(nodes):
-            weights = weights[:1].expand(len(nodes))
-        handles = [weigh(node, weight) for node, weight in zip(nodes, weights, strict=False) if node is not None]
+        if len(counts) < len(sites):
+            sites = list(dict.fromkeys(sites))
+            weights = weights[:1].expand(len(sites))
+        handles = [weigh(site, weight) for site, weight in zip(sites, weights, strict=False)]
         try:
             yield
         finally:

@@ -291,6 +291,7 @@ class StepLosses:
         inputs: Any,
     ) -> tuple[LossForm, Sequence[Term] | None]:
         """The form of the first loss, and its terms; its weights are known from here on."""
+        self._trials = self._trials.of_outputs(trace, outputs)
         in_criterion = not terms or not any(term.in_model for term in terms)
         found = self._tried(terms, trace, microbatch, loss, outputs, inputs)
         for choice in range(1, trace.num_choices) if in_criterion else ():

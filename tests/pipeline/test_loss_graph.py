@@ -8,7 +8,13 @@ from hybridpp.pipeline import LossComparison, LossForm, LossReduction, Measured,
 
 _X = torch.ones(6, 4, requires_grad=True)
 _WEIGHT = torch.nn.Parameter(torch.zeros(()))
+_SCALES = torch.nn.Parameter(torch.zeros(2))
+_ROW = torch.nn.Parameter(torch.ones(4))
 _TARGETS = torch.tensor([0, 1, 2, -100, -100, 3])
+
+
+def _stack():
+    return torch.stack([functional.cross_entropy(_X, _TARGETS), _X[:3].sum() / 3])
 
 
 def _numbers(loss):
@@ -32,6 +38,16 @@ def _numbers(loss):
         (torch.einsum("bt,bt->", _X, torch.ones(6, 4)) / 5, [5]),
         ((_X / torch.tensor(5.0) + 2 * (_X.abs() / torch.tensor(6.0))).sum(), [5, 3]),
         ((_X + 2 * _X.abs()).sum() / 4, [4]),
+        ((_stack() * torch.exp(-_SCALES) + _SCALES).sum(), [4, 3]),
+        ((_stack() / (2 * _SCALES.exp()) + 0.5 * _SCALES).mean(), [8, 6]),
+        (_SCALES.softmax(0) @ _stack() - _SCALES.square().sum(), [4, 3]),
+        (torch.einsum("t,t->", _stack(), _SCALES.exp()) + _SCALES[0], [4, 3]),
+        (torch.exp(-_SCALES[0]) * _X.mean() + (_SCALES[1] + 2) * _X.sum() / 5, [24, 5]),
+        ((_X.sum() + _X[:3].sum()) * _SCALES[0].exp() / 5, [5, 5]),
+        # Numbers of the batch leave no trace in the graph where they need no gradient.
+        ((torch.ones(3, 4) @ _ROW - torch.ones(3)).square().mean(), [3]),
+        ((_ROW * torch.ones(1, 4)).mean() + _X.mean(), [4, 24]),
+        ((_ROW - torch.ones(4)).mean() / 2, [8]),
         (2 - (_WEIGHT.exp() * _X.mean() + _WEIGHT.square()) + _X.sum() / 6, [24, 6]),
     ],
 )
@@ -47,6 +63,7 @@ def test_means_and_divided_sums_are_read_through_linear_functions(loss, numbers)
         _X.logsumexp((0, 1)),
         sum(functional.cross_entropy(row, torch.tensor(1)) for row in _X) / 6,
         sum(row.mean() for row in _X[:3]) / 3,
+        _WEIGHT.exp() * (_X.mean() + _X[:3].mean()),
     ],
 )
 def test_other_losses_are_not_known_and_have_the_size_of_their_tensors(loss):

@@ -28,6 +28,22 @@ class Tagger(nn.Module):
         return self.head(self.body(rows).tanh())
 
 
+class Weighed(Tagger):
+    """Returns the logarithms of two tasks' weights, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales = nn.Parameter(torch.tensor([0.3, -0.2]))
+
+    def forward(self, rows):
+        return super().forward(rows), self.scales
+
+
+def _weighed():
+    torch.manual_seed(0)
+    return Weighed()
+
+
 def _tagger():
     torch.manual_seed(0)
     return Tagger()
@@ -84,6 +100,17 @@ def _divided_before(logits, targets):
     return (losses * mask / mask.sum() + logits.square().mean(-1) / targets.numel()).sum()
 
 
+def _learned(outputs, targets):
+    logits, scales = outputs
+    return (torch.exp(-scales) * torch.stack([_cross_entropy(logits, targets), logits.square().mean()]) + scales).sum()
+
+
+def _learned_sum(outputs, targets):
+    logits, (one, other) = outputs
+    terms = torch.exp(-one) * _cross_entropy(logits, targets), logits.square().mean() / (2 * torch.exp(other))
+    return terms[0] + terms[1] + 0.5 * (one + other)
+
+
 def _parts(targets):
     starts = (0, _SPLIT[0])
     return [(_ROWS[at : at + n], targets[at : at + n]) for at, n in zip(starts, _SPLIT, strict=True)]
@@ -94,12 +121,12 @@ def _expected(loss_of, batches, model):
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def _check(loss_of, calls, *, num_items=None, **settings):
+def _check(loss_of, calls, *, num_items=None, make=_tagger, **settings):
     """Train on the targets of each call; all but the last inside no_sync."""
-    whole = _expected(loss_of, [(_ROWS, targets) for targets in calls], _tagger())
+    whole = _expected(loss_of, [(_ROWS, targets) for targets in calls], make())
 
     def run():
-        booster, model, optimizer = boosted(_tagger(), sgd, _ROWS[:2], **settings)
+        booster, model, optimizer = boosted(make(), sgd, _ROWS[:2], **settings)
         for index, targets in enumerate(calls):
             rows, own = _parts(targets)[booster.plugin.layout.here.dp]
             with booster.no_sync(model) if index < len(calls) - 1 else nullcontext():
@@ -122,6 +149,16 @@ def test_backward_weighs_replicas_by_targets_that_count(zero_stage):
 )
 def test_backward_weighs_each_term_by_what_it_is_a_mean_over(loss_of):
     _check(loss_of, [_TARGETS])
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "zero_stage", "has_items"),
+    [(_learned, 0, True), (_learned, 3, True), (_learned, 0, False), (_learned_sum, 0, True), (_learned_sum, 0, False)],
+)
+def test_backward_weighs_learned_factors_with_their_terms(loss_of, zero_stage, has_items):
+    targets = _TARGETS.clone()
+    targets[_SPLIT[0] :] = _TARGETS[_SPLIT[0] :] if has_items else -100
+    _check(loss_of, [targets], make=_weighed, zero_stage=zero_stage)
 
 
 def test_calls_inside_no_sync_count_by_their_own_numbers():

@@ -1470,3 +1470,55 @@ def test_a_term_that_appears_in_a_later_step_is_refused_with_a_way_out():
         expected, gradients = alone(without_branch, one)
         assert found == pytest.approx(expected, rel=1e-6)
         assert_near(gradients_of(booster, model), gradients, 1e-6)
+
+
+class Tasks(nn.Module):
+    """Two tasks, and a learned number for the loss of each."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(2)])
+        self.scales = nn.Parameter(torch.tensor([0.3, -0.2]))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x, x.sum(1), self.scales * 1
+
+
+def task_losses(outputs, inputs):
+    classes, values, _ = outputs
+    return torch.stack([F.cross_entropy(classes, inputs[1]), (values - inputs[2])[inputs[3]].square().mean()])
+
+
+STACKED = {
+    "times": lambda o, i: (torch.exp(-o[2]) * task_losses(o, i)).sum() + o[2].sum(),
+    "times, added": lambda o, i: (torch.exp(-o[2]) * task_losses(o, i) + o[2]).mean(),
+    "divided": lambda o, i: (task_losses(o, i) / (2 * o[2].exp()) + torch.log1p(o[2].exp())).sum(),
+    "product": lambda o, i: o[2].softmax(0) @ task_losses(o, i),
+    "einsum": lambda o, i: torch.einsum("t,t->", task_losses(o, i), o[2].exp()) - o[2][0],
+}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_microbatches": 4},  # of two samples, as many as there are terms
+        {"num_microbatches": 2, "pp_size": 2},
+        {"num_microbatches": 1, "dp_size": 2, "zero_stage": 3},
+    ],
+    ids=str,
+)
+def test_stacked_terms_with_learned_factors_count_each_by_its_own(settings):
+    generator = torch.Generator().manual_seed(0)
+    x, values = torch.randn(8, 5, generator=generator), torch.randn(8, generator=generator)
+    # The mask is not empty in any two samples.
+    mask = torch.tensor([True, False, True, True, False, True, True, False])
+    batches = [(x, torch.randint(0, 5, (8,), generator=generator), values, mask)]
+    for name, criterion in STACKED.items():
+        model = Tasks()
+        criterion(model(x), batches[0]).backward()
+        found = train(Tasks, batches, criterion=criterion, **settings)
+        for parameter, value in model.named_parameters():
+            torch.testing.assert_close(found["gradients"][parameter], value.grad, atol=1e-6, rtol=1e-5, msg=name)
