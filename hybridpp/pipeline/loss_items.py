@@ -111,6 +111,16 @@ class Count:
         kwargs = tuple((key, _signed(value, label)) for key, value in sorted(self.kwargs.items()))
         return zlib.crc32(repr((label, _signed(self.args, label), kwargs)).encode())
 
+    @cached_property
+    def family(self) -> int:
+        """Equal for counts whose signatures differ by what is compared with, or by an index: by a class, or a task."""
+        first = self.args[0] if self.args else None
+        if isinstance(first, Count) and (self.function is at_least or _name_of(self) in _SAME):
+            return first.family
+        label = _label(self.function)
+        kwargs = tuple((key, _of_family(value, label)) for key, value in sorted(self.kwargs.items()))
+        return zlib.crc32(repr((label, _of_family(self.args, label), kwargs)).encode())
+
     def _inner(self) -> "list[Count]":
         found: list[Count] = []
         _each((self.args, self.kwargs), found)
@@ -299,6 +309,9 @@ def _name_of(count: Count) -> str:
 _OF_SIZES = frozenset([size, numel, _rows])
 # What they get as plain numbers may be sizes of a micro-batch.
 _RESIZING = frozenset(["view", "reshape", "expand", "repeat", "unflatten", "split", "chunk", "narrow", "room", "pad"])
+# What they compare with, and the indices that they get, tell groups of samples apart.
+_COMPARING = frozenset(["eq", "ne", "lt", "le", "gt", "ge", "isin"])
+_INDEXING = frozenset(["getitem", "select", "row_of", "entry_of"])
 # Constants of more elements are not told apart.
 _MAX_SIGNED = 64
 
@@ -329,6 +342,16 @@ def _signed(value: Any, label: str) -> Any:
     if type(value) is int and label in _RESIZING:
         return "number"
     return _label(value) if callable(value) or isinstance(value, _Device) else repr(value)
+
+
+def _of_family(value: Any, label: str) -> Any:
+    """The same for a family."""
+    if isinstance(value, Count):
+        return value.family
+    if type(value) in (list, tuple):
+        return tuple(_of_family(one, label) for one in value)
+    is_index = type(value) is int and label in _INDEXING
+    return "any" if is_index or label in _COMPARING else _signed(value, label)
 
 
 def _each(value: Any, found: list[Count]) -> None:
@@ -628,13 +651,23 @@ class LossForm:
             own is not None and (self.has_open(own) or self.may_lack(own)) for own in measured
         )
 
+    @cached_property
+    def is_of_groups(self) -> bool:
+        """Whether it has terms that are means over groups of the same items, such as those of each class."""
+        first, *others = [one for one in self.products if one] or [()]
+        family = self._family(first)
+        return any(self._family(one) == family and self.signed(one) != self.signed(first) for one in others)
+
+    def _family(self, product: Product) -> "TermKey":
+        return frozenset((self.counts[index].family, power) for index, power in product)
+
     def num_items(self, counts: Sequence[Any]) -> Any:
         """What the loss is a mean over, of counts that are numbers or tensors; of several terms, the first one.
 
-        None: it is not divided by what is counted.
+        None: it is not divided by what is counted, or its terms are of groups, each of which a batch may lack.
         """
         product = next(filter(None, self.products), ())
-        if self.divides_by_total or not product:
+        if self.divides_by_total or not product or self.is_of_groups:
             return None
         found: Any = 1.0
         for index, power in product:

@@ -222,6 +222,7 @@ class LossTrace(WatchingMode):
         ambiguous: counts that one plain number may be.
         has_read: whether the script has read a value of the inputs, by which it may branch.
         has_branched: whether it was seen to do so, or has read all values.
+        loops_over_values: whether it has taken one by one the different values that an input has.
         is_empty: whether the script has read a number of items that is 0, so that it may have taken another branch.
         guessed: the plain numbers that stand in the place of such a number, as ``max(int(count), 1)`` gives.
         statistics: where the model applies a statistic of the samples to each of them; empty: nowhere.
@@ -232,6 +233,7 @@ class LossTrace(WatchingMode):
         self._choice, self.num_choices = choice, 1
         self.ambiguous: list[Sequence[Count]] = []
         self.in_criterion, self.is_empty, self.has_read, self.has_branched = False, False, False, False
+        self.loops_over_values = False
         self.guessed: list[float] = []
         self.statistics = ""
         # What functions have made of all samples, with their names.
@@ -581,7 +583,7 @@ class LossTrace(WatchingMode):
         is_number = name == "getitem" and isinstance(result, Tensor) and not result.dim()
         if (is_number or name == "unbind") and _is_of_values(spec[0][0]):
             # Each is a number, by which a script may loop over those that are there.
-            self.has_read = self.has_branched = True
+            self.has_read = self.has_branched = self.loops_over_values = True
             return None
         if name == "to" and any(isinstance(one, Tensor) for one in args[1:]):
             spec = (spec[0][0], args[1].dtype), {}

@@ -76,7 +76,8 @@ class CountedLoss:
 
     def _find(self, trace: LossTrace, loss: Tensor) -> LossForm:
         terms = trace.terms(loss)
-        if terms is None or self._batch.has_total:
+        # A loop over the values that are there may make other terms of each batch.
+        if terms is None or trace.loops_over_values or self._batch.has_total:
             return LossForm.of_rows()
         (part,) = self._batch.microbatches
 

@@ -78,6 +78,56 @@ def test_num_items_are_those_the_criterion_declares_and_samples_of_a_sum():
     assert found == [28, 8]
 
 
+def _losses(logits, batch):
+    return functional.cross_entropy(logits, batch[1], reduction="none")
+
+
+def _of_classes(present):
+    def criterion(logits, batch):
+        losses = _losses(logits, batch)
+        return torch.stack([losses[batch[1] == one].mean() for one in present(batch[1])]).mean()
+
+    return criterion
+
+
+def _of_tasks(logits, batch):
+    return sum(
+        (_losses(logits, batch) * (batch[1] == one)).sum() / (batch[1] == one).sum().clamp(min=1) for one in (0, 1)
+    )
+
+
+@pytest.mark.parametrize(
+    ("criterion", "first"),
+    [
+        (_of_classes(torch.unique), 0),
+        (_of_classes(torch.unique), 1),  # a batch of one class
+        (_of_classes(lambda classes: classes.unique().tolist()), 0),
+        (_of_classes(lambda classes: [one for one in range(5) if (classes == one).any()]), 0),
+        (_of_tasks, 0),
+    ],
+)
+def test_samples_are_reported_of_what_is_a_mean_over_groups_of_them(criterion, first):
+    classes = torch.tensor([[0, 1, 1, 2], [1, 1, 1, 1], [0, 0, 0, 1], [3, 4, 1, 0]])[first:]
+    booster, model = Booster(plugin=HybridParallelPlugin(num_microbatches=1), device="cpu"), _tagger()
+    model, optimizer, *_ = booster.boost(model, sgd(model.parameters()), sample=_ROWS[:1, 0])
+
+    def num_items(rows, *optimizers):
+        batch = iter([(_ROWS[: len(rows), 0], rows)])
+        return float(booster.execute_pipeline(batch, model, criterion, *optimizers)["num_items"])
+
+    assert [num_items(rows, optimizer) for rows in classes] == [4] * len(classes)
+    with torch.no_grad():
+        assert [num_items(rows) for rows in (classes[0, :3], classes[1])] == [3, 4]
+
+
+def test_with_several_microbatches_samples_are_reported_of_groups_too():
+    classes = torch.tensor([0, 1, 1, 0, 1, 0, 0, 1])
+    booster, model = Booster(plugin=HybridParallelPlugin(num_microbatches=2), device="cpu"), _tagger()
+    model, optimizer, *_ = booster.boost(model, sgd(model.parameters()), sample=_ROWS[:1, 0])
+    result = booster.execute_pipeline(iter([(_ROWS[:, 0], classes)]), model, _of_tasks, optimizer)
+    assert result["num_items"] == 8
+
+
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_a_replica_without_items_reports_a_loss_of_0_in_evaluation(num_microbatches):
     def run():
