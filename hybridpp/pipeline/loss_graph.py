@@ -204,7 +204,8 @@ class _Walk:
         elif name in _MEANS or name in _SUMS:
             sizes = reduced_sizes_of(node)
             numel = math.prod(sizes)
-            if numel == 1 and inner and not (self._is_open and sizes):
+            # One sample is an item as several are; a number that was given a dimension is not.
+            if numel == 1 and inner and (not sizes or (not self._is_open and _is_number(inner[0]))):
                 self(inner[0], factors, site)
             elif numel == 1 and self._is_open:  # of one element, every reduction is the same
                 self.terms.append(GraphTerm(node, math.nan))
@@ -235,6 +236,8 @@ class _Walk:
         self.names += [name] * (len(added) - 1)
         for one, own in added:
             self._add(one, name, numel if is_mean else 1, [*factors, *own], site, is_of_elements=is_mean)
+        if len(added) == 1 and not is_mean and not self._is_open:
+            self._without_items(_masks(inner[0], numel) if len(inner) == 1 else [], numel)
 
     def _dot(
         self, node: Node, name: str, inner: Sequence[Node], factors: Sequence[tuple[Any, int]], site: Site | None
@@ -258,11 +261,26 @@ class _Walk:
         self.names += [name] * (len(added) - 1)
         for one, own in added:
             self._add(one, name, 1, [*factors, *own], site)
+        if len(added) == 1:
+            self._without_items([constant, *_masks(inner[0], numel)], numel)
+
+    def _without_items(self, masks: Sequence[Tensor], numel: int) -> None:
+        """The last term has no items where all that it adds up is times 0, whatever lower limit its divisor has."""
+        term = self.terms.pop()
+        number: float | Tensor = term.num_items if numel else 0.0
+        for mask in masks:
+            if not mask.is_cpu:
+                number = torch.where(mask.detach().any(), number, 0.0)
+            elif not mask.any():
+                number = 0.0
+        self.terms.append(term._replace(num_items=number))
 
     def _stacked(self, parts: Sequence["_Element"], factors: Sequence[tuple[Any, int]], site: Site | None) -> bool:
         """Whether a script's own terms, which it has stacked, were followed one by one."""
         nodes = [one.node for one in parts if one.node is not None]
         if not nodes or _are_of_rows(nodes, _SOME_ROWS):  # terms of samples: each of them is an item
+            return False
+        if len(nodes) == 1 and not self._is_open and _is_the_only_row(nodes[0]):
             return False
         num_terms, num_names = len(self.terms), len(self.names)
         for one in parts:
@@ -286,6 +304,8 @@ class _Walk:
         is_sum = not (is_divided or is_of_elements or isinstance(count, Tensor) or _has_tensor(factors))
         number = _product(count, factors)
         if not self._is_open:
+            # A factor below 0 counts no other items.
+            number = number.abs() if isinstance(number, Tensor) else abs(number)
             for factor, power in factors:
                 if power < 0:  # times 0, it has no items
                     number = _unless_zero(factor, number)
@@ -626,13 +646,55 @@ def _divided(node: Node, inner: Node, numel: int) -> list[tuple[Node, tuple[tupl
         if len(following) != 1:
             break
         constant = _constant_of(inner, name)
-        is_number = constant is not None and (not isinstance(constant, Tensor) or constant.numel() == 1)
-        if is_number:
+        if constant is not None and _is_for_all(constant, numel):
             factors.append((constant, 1 if name in _DIVIDING else -1))
         elif not (name in _KEEPING or name in _TURNING or name in _MULTIPLYING or name in _ADDING):
             break
         inner = following[0]
     return [(node, tuple(factors))]
+
+
+def _is_for_all(constant: Any, numel: int) -> bool:
+    """Whether a factor of all elements is a number, not one for each: of one element, it has no dimension then."""
+    return not isinstance(constant, Tensor) or (constant.numel() == 1 and (numel > 1 or not constant.dim()))
+
+
+def _masks(inner: Node, numel: int) -> list[Tensor]:
+    """What the elements that a sum adds up are multiplied with, one by one."""
+    found: list[Tensor] = []
+    for _ in range(_MAX_BELOW):
+        name, following = inner.name(), [one for one, _ in inner.next_functions if one is not None]
+        if math.prod(_shape(inner)) != numel or len(following) != 1:
+            break
+        constant = _constant_of(inner, name)
+        if isinstance(constant, Tensor) and name in _MULTIPLYING and not _is_for_all(constant, numel):
+            found.append(constant)
+        elif constant is None and not (name in _KEEPING or name in _TURNING):
+            break
+        inner = following[0]
+    return found
+
+
+def _is_number(node: Node) -> bool:
+    """Whether what a node made is a number without a dimension, but for what was added to it afterwards."""
+    for _ in range(_MAX_BELOW):
+        inner = [one for one, _ in node.next_functions if one is not None]
+        if not _shape(node):
+            return True
+        if node.name() not in _KEEPING or len(inner) != 1 or math.prod(_shape(inner[0])) != 1:
+            return False
+        node = inner[0]
+    return False
+
+
+def _is_the_only_row(node: Node) -> bool:
+    """Whether a term is of the row of a tensor that has one: of the only sample of a loss that goes through samples."""
+    return any(
+        one.name() in _ROWS
+        and getattr(one, "_saved_dim", 1) == 0
+        and any(_shape(of)[:1] == (1,) for of, _ in one.next_functions if of)
+        for one in _below(node)
+    )
 
 
 def _is_same(factors: Sequence[tuple[Any, int]], others: Sequence[tuple[Any, int]]) -> bool:

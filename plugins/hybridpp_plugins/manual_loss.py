@@ -144,8 +144,8 @@ class ManualLosses:
                 handle.remove()
 
     def _note(self, kind: int, size: int) -> None:
-        self._has_nothing |= kind == _NOTHING
-        if kind != _NOTHING:
+        self._has_nothing |= kind in (0, _NOTHING)
+        if kind not in (0, _NOTHING):
             self._kinds = zlib.crc32(repr(kind).encode(), self._kinds)
         if size:
             self._sizes = zlib.crc32(repr(size).encode(), self._sizes)
@@ -212,7 +212,8 @@ def _check(facts: Sequence[Sequence[float]], why: str) -> None:
             "all replicas must call booster.backward as often inside no_sync, where each tells the others its "
             "number of items: some are inside of it, and others are not. Call it as often on all of them."
         )
-    if len({row[_KIND] for row in facts} - {_NOTHING}) > 1:
+    # What is not known of one replica is warned of.
+    if len({row[_KIND] for row in facts} - {0.0, _NOTHING}) > 1:
         raise ConfigError(_UNLIKE)
     if any(row[_IS_COUPLED] for row in facts):
         raise ConfigError(_COUPLED.format(why=why or "on another replica"))

@@ -69,6 +69,11 @@ def _two_terms(logits, targets):
     return _cross_entropy(logits, targets) + 0.1 * logits.square().mean() + 0.3
 
 
+def _negative(logits, targets):
+    divergence = (-0.5 * (1 + logits - logits.exp()).sum((1, 2))).mean()
+    return _cross_entropy(logits, targets) - 0.1 * divergence - 2 * logits.square().mean()
+
+
 def _smoothed(logits, targets):
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=0.1) / 4
 
@@ -145,7 +150,8 @@ def test_backward_weighs_replicas_by_targets_that_count(zero_stage):
 
 
 @pytest.mark.parametrize(
-    "loss_of", [_masked, _fused, _two_terms, _smoothed, _of_samples, _stacked, _stacked_dot, _einsum, _divided_before]
+    "loss_of",
+    [_masked, _fused, _two_terms, _negative, _smoothed, _of_samples, _stacked, _stacked_dot, _einsum, _divided_before],
 )
 def test_backward_weighs_each_term_by_what_it_is_a_mean_over(loss_of):
     _check(loss_of, [_TARGETS])
@@ -379,6 +385,70 @@ class TwoHeads(Tagger):
 def test_replicas_whose_losses_are_made_in_different_ways_are_refused(loss_of):
     for error in _refused(lambda model, replica: loss_of(model(_ROWS), replica), TwoHeads):
         assert "made in different ways" in error
+
+
+_ONE_AND_TWO = {
+    "mean": lambda losses, weights: losses.mean(),
+    "masked": lambda losses, weights: (losses * weights).sum() / weights.sum(),
+    "by length": lambda losses, weights: 2 * losses.sum() / len(losses),
+    "two terms": lambda losses, weights: losses.square().mean() - 0.5 * (losses * weights).mean(),
+    "chosen": lambda losses, weights: losses[weights > 0].mean(),
+    "stacked": lambda losses, weights: torch.stack([one * 2 for one in losses]).mean(),
+    "dot": lambda losses, weights: losses @ weights / weights.sum(),
+    "number with a dimension": lambda losses, weights: losses.mean().unsqueeze(0).mean(),
+}
+
+
+@pytest.mark.parametrize("name", _ONE_AND_TWO)
+def test_a_replica_with_one_sample_counts_one(name):
+    """As in the last batch of an epoch."""
+    weights = torch.tensor([0.5, 1.0, 2.0])
+
+    def loss_of(model, part):
+        losses = functional.cross_entropy(model(_ROWS[part, 0]), _TARGETS[part, 0].clamp(min=0), reduction="none")
+        return _ONE_AND_TWO[name](losses, weights[part])
+
+    whole = _tagger()
+    loss_of(whole, slice(0, 3)).backward()
+
+    def run():
+        booster, model, optimizer = boosted(_tagger(), sgd, _ROWS[:2, 0])
+        booster.backward(loss_of(model, (slice(0, 1), slice(1, 3))[booster.plugin.layout.here.dp]), optimizer)
+        return gradients_of(booster, model)
+
+    for found in Loopback(2).run(run):
+        for parameter_name, parameter in whole.named_parameters():
+            torch.testing.assert_close(found[parameter_name], parameter.grad, atol=1e-6, rtol=1e-5)
+
+
+_OF_BOXES = {
+    "limit": lambda losses, has_box: (losses * has_box).sum() / has_box.sum().clamp(min=1),
+    "number": lambda losses, has_box: (losses * has_box).sum() / max(int(has_box.sum()), 1),
+    "chosen": lambda losses, has_box: losses[has_box > 0].sum() / max(int(has_box.sum()), 1),
+    "dot": lambda losses, has_box: losses @ has_box / has_box.sum().clamp(min=1),
+}
+
+
+@pytest.mark.parametrize("name", _OF_BOXES)
+def test_a_lower_limit_of_a_divisor_counts_no_items_where_there_are_none(name):
+    has_box = torch.tensor([0.0, 0, 0, 1, 1, 0])
+
+    def loss_of(model, part):
+        out = model(_ROWS[part, 0])
+        return out[:, :2].square().mean() + _OF_BOXES[name](out[:, 2:].abs().sum(1), has_box[part])
+
+    whole = _tagger()
+    loss_of(whole, slice(0, 6)).backward()
+
+    def run():
+        booster, model, optimizer = boosted(_tagger(), sgd, _ROWS[:2, 0])
+        part = (slice(0, 3), slice(3, 6))[booster.plugin.layout.here.dp]
+        booster.backward(loss_of(model, part), optimizer)
+        return gradients_of(booster, model)
+
+    for found in Loopback(2).run(run):
+        for parameter_name, parameter in whole.named_parameters():
+            torch.testing.assert_close(found[parameter_name], parameter.grad, atol=1e-6, rtol=1e-5)
 
 
 def test_parts_of_one_sum_may_be_of_unlike_numbers():
