@@ -118,10 +118,12 @@ class ManualLosses:
         why, is_new = "", False
         if num_items is not None:
             sites = [] if loss.grad_fn is None else [Site(loss.grad_fn)]
+            learned: list[tuple[int, Site]] = []
             counts, kind, size = [_checked(num_items)], _DECLARED, 0
         else:
             found, section = read_loss(loss, _MAX_TERMS), LossSection(loss)
             sites, counts = [term.site for term in found.terms], [term.num_items for term in found.terms]
+            learned = [(at, Site(term.node)) for at, term in enumerate(found.terms) if term.product is not None]
             kind, size = _kind(found, section), found.size
             counts = counts[:1] if found.is_one else counts
             is_new = section.signature not in self._looked_at and len(self._looked_at) < _MAX_LOOKED_AT
@@ -137,6 +139,9 @@ class ManualLosses:
             sites = list(dict.fromkeys(sites))
             weights = weights[:1].expand(len(sites))
         handles = [weigh(site, weight) for site, weight in zip(sites, weights, strict=False)]
+        # Below a product, a division by no items would make NaN of a gradient of 0.
+        counted = (weights != 0).to(weights.dtype) if learned else weights
+        handles += [weigh(site, counted[min(at, len(counted) - 1)]) for at, site in learned]
         try:
             yield
         finally:

@@ -178,6 +178,36 @@ def test_a_replica_without_items_adds_nothing():
     _check(_masked, [targets])
 
 
+def test_a_replica_without_items_of_a_learned_term_adds_nothing():
+    has_label = torch.tensor([0.0, 0, 0, 1, 1, 0])
+
+    class Weighed(Tagger):
+        def __init__(self):
+            super().__init__()
+            self.log_variances = nn.Parameter(torch.zeros(2))
+
+    def loss_of(model, part):
+        out, (first, second) = model(_ROWS[part, 0]), model.log_variances
+        of_labels = (out.square().mean(1) * has_label[part]).sum() / has_label[part].sum()
+        return (-first).exp() * out.abs().mean() + (-second).exp() * of_labels + first + second
+
+    def made():
+        torch.manual_seed(0)
+        return Weighed()
+
+    whole = made()
+    loss_of(whole, slice(0, 6)).backward()
+
+    def run():
+        booster, model, optimizer = boosted(made(), sgd, _ROWS[:2, 0])
+        booster.backward(loss_of(model, (slice(0, 3), slice(3, 6))[booster.plugin.layout.here.dp]), optimizer)
+        return gradients_of(booster, model)
+
+    for found in Loopback(2).run(run):
+        for name, parameter in whole.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, atol=1e-6, rtol=1e-5)
+
+
 def test_declared_items_weigh_a_loss_of_any_making():
     def opaque(logits, targets):
         return _Opaque.apply(_cross_entropy(logits, targets))
