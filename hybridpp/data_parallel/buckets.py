@@ -339,7 +339,8 @@ class GradientBuckets:
     def _sum_shared(self) -> None:
         if self._shared.summands:
             self._shared.sum()
-            self._used.update(one.name for one in self._shared.summands)
+            # A rank may lack what another one has added; what is frozen, none has.
+            self._used.update(one.name for one in self._shared.summands if self.parameters[one.name].requires_grad)
 
     @property
     def is_consumed(self) -> bool:

@@ -175,10 +175,11 @@ class StepLosses:
             self._is_guessed = bool(trace.guessed)
         elif self._is_guessed and not trace.is_empty:
             self._confirm(trace, terms)
+        elif microbatch in self._open:
+            if not self._fill(trace, terms or (), microbatch, loss):
+                return None, None
         elif self._looks_again and not trace.is_empty:
             self._look_again(trace, terms or (), microbatch)
-        elif microbatch in self._open and not self._fill(trace, terms or (), microbatch, loss):
-            return None, None
         self._comparison.inspect(microbatch, loss)
         if self._is_guessed and is_last:
             self._report(LossReduction.UNCOUNTED, "no micro-batch of the first step has an item")

@@ -285,6 +285,24 @@ def test_gradients_of_one_bucket_do_not_overlap():
         assert torch.equal(gradient, torch.full_like(gradient, number))
 
 
+def test_a_parameter_of_several_ranks_that_is_frozen_later_is_unused():
+    """Else an optimizer with momentum would move it on."""
+
+    def run():
+        world, model = current_world(), make_model()
+        replicas, ranks = world.split([[0], [1]]), world.split([[0, 1]])
+        names = [name for name, _ in model.named_parameters()]
+        buckets = make_buckets(model, replicas, shared={name: [ranks] for name in names})
+        for frozen in ([], names[:1]):
+            for name in frozen:
+                model.get_parameter(name).requires_grad_(False)
+            accumulate(buckets, model, [0])
+            assert list(buckets.unused_parameters()) == frozen
+            buckets.consume()
+
+    on_replicas(run, 2)
+
+
 @pytest.mark.parametrize("num_calls", [1, 2])
 def test_a_shared_parameter_gets_the_sum_over_stages_and_replicas(num_calls):
     """Four ranks: two replicas of two stages, both of which hold the whole model here."""

@@ -1106,6 +1106,21 @@ def test_evaluations_are_looked_at_again_for_a_loss_that_is_made_otherwise(first
     assert found == pytest.approx([float(alone(then, batch())[0])] * 2, rel=1e-5)
 
 
+def test_evaluations_that_are_looked_at_again_leave_out_what_has_no_items():
+    lengths = [0, 0, 0, 1, 2, 3, 6, 1]
+
+    def run():
+        booster, model, _ = boosted(Head(), sgd, {"ids": batch()["ids"][:1]}, num_microbatches=3)
+        with torch.no_grad():
+            return [
+                float(booster.execute_pipeline(iter([batch(one)]), model, HEADS["masked mean"])["loss"])
+                for one in (LENGTHS, lengths, lengths, lengths)
+            ]
+
+    (found,) = Loopback(1).run(run)
+    assert found[1:] == pytest.approx([float(alone(HEADS["masked mean"], batch(lengths))[0])] * 3, rel=1e-5)
+
+
 def by_tokens(o, i):
     num_tokens, num_rows = int(i["mask"].sum()), len(i["labels"])
     return 4 * (per_token(o, i) * i["mask"]).sum() / num_tokens + 0.5 * o["pooled"].square().sum() / num_rows
