@@ -269,7 +269,8 @@ class Booster(BoosterAdapters):
 
         Raises:
             ConfigError: there are stages on other ranks, the optimizer is not boosted, ``num_items`` is no number, or
-                the loss reads weights of which this rank has a part, or none (a penalty).
+                the loss reads weights of which this rank has a part, or none (a penalty). Without ``num_items``: the
+                loss puts samples together, or replicas' losses are made in different ways.
             UnlikeCallsError: replicas called it otherwise.
         """
         # Plugins need not know what is not asked for.

@@ -152,7 +152,9 @@ class LossSection:
         nodes = {node for node, _ in ends}
         for edge in [*ends] if len(nodes) > 1 else ():
             seen, pending = {edge[0]}, [edge[0]]
-            for node in pending[:_MAX_NODES]:
+            for node in pending:  # which grows
+                if len(seen) > _MAX_NODES:
+                    break
                 following = {one for one, _ in node.next_functions if one is not None} - seen
                 seen |= following
                 pending += following

@@ -835,12 +835,13 @@ class SteppingOptimizer(WrappedOptimizer):
         ``error_if_nonfinite=True``. ``error_if_nonfinite=False`` skips such steps instead. In every case the gradients
         are consumed.
 
-        Without a backward pass since the last step, it does nothing.
+        Without a backward pass since the last step, it does nothing, unless the script has set gradients itself (on one
+        rank in fp32).
 
         Collective: all ranks.
 
         Raises:
-            ConfigError: a closure is given, or it is called inside ``no_sync``.
+            ConfigError: a closure is given, it is called inside ``no_sync``, or the script has set gradients elsewhere.
             UnlikeCallsError: an error ended a step in the middle on this rank.
             NonFiniteGradientError: a gradient is inf or NaN on any rank; raised on all.
         """

@@ -91,7 +91,7 @@ def test_outputs_of_which_others_are_made_are_not_gone_through():
             return gradient * 2
 
     hidden = _model(_ROWS)
-    logits = Head.apply(hidden)
+    logits = Head.apply(hidden.tanh()).exp()  # some nodes away
     mark_outputs([hidden, logits], 6)
     loss = _contrastive(logits) + hidden.mean()
     assert LossSection(loss).coupling(loss, is_of_one_item=None)
