@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from hybridpp.cluster import get_dist_logger
 from hybridpp.nn.torch_private import INPUT_METADATA
 from hybridpp.pipeline.loss_graph import is_of_parameters
 from hybridpp.pipeline.loss_trace import LossTrace
@@ -137,7 +138,13 @@ class LossSection:
         kept = [(one, one.grad) for mark in ends.values() if (one := mark.tensor()) is not None and one.retains_grad]
         try:
             number = _number_coupled(loss, ends)
-        except (RuntimeError, NotImplementedError):  # it has no second derivative; or memory runs out
+        except torch.OutOfMemoryError:  # the pass itself may need less
+            get_dist_logger().warning(
+                "out of memory while a loss of booster.backward was looked at, the first time that it is made in this "
+                "way: whether it puts samples together is not known. Training goes on."
+            )
+            return ""
+        except (RuntimeError, NotImplementedError):  # it has no second derivative
             return ""
         finally:
             for tensor, gradient in kept:

@@ -117,6 +117,15 @@ def test_what_has_no_second_derivative_or_is_too_large_is_not_known(monkeypatch)
     assert _coupling(_contrastive) == ""
 
 
+def test_memory_that_runs_out_in_the_look_is_said(monkeypatch, caplog):
+    def out_of_memory(*_, **__):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(loss_coupling, "_number_coupled", out_of_memory)
+    assert _coupling(_contrastive) == ""
+    assert "out of memory while a loss" in caplog.text
+
+
 def test_gradients_and_kept_gradients_are_as_without_the_look():
     def gradients(looks):
         out = _model(_ROWS)
