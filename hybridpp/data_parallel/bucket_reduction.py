@@ -1,15 +1,15 @@
 """The reduction of buckets over the replicas, overlapped with the last backward pass."""
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
-from torch import Tensor
 
 from hybridpp.cluster import Work
 from hybridpp.data_parallel.bucket import Bucket
 from hybridpp.data_parallel.reducible_sums import ReducibleSums
 from hybridpp.data_parallel.replicas import Replicas
+from hybridpp.data_parallel.shared_gradients import ReachedFlags
 from hybridpp.errors import ConfigError
 
 
@@ -64,12 +64,10 @@ class BucketReduction:
         self._num_launched = 0
         # Forgotten reductions, which may still write to their buckets.
         self._cancelled: list[tuple[Bucket | None, Work]] = []
-        # A flag per parameter: whether a backward pass reached it here; their sum over the replicas when it is there.
         self._names = [name for bucket in accumulator.buckets for name in bucket.views]
-        self._flags = torch.zeros(0)
+        # Whether a backward pass reached each parameter here; on any replica when their sum is there.
+        self._flags = ReachedFlags([], torch.zeros(0))
         self._flags_work: Work | None = None
-        # What the flags say; None: they have not been read.
-        self._reached_anywhere: set[str] | None = None
 
     def reset(self) -> None:
         """Prepare for the backward passes of a step."""
@@ -192,29 +190,35 @@ class BucketReduction:
             self._num_launched += 1
         self._launch_flags()
 
-    def _launch_flags(self) -> None:
-        if self._names and self._flags_work is None:
-            self._reduce_flags()
+    def _launch_flags(self, shared: ReachedFlags | None = None) -> None:
+        """Start to reduce the flags: with those of shared gradients, once these are summed, if there are any."""
+        if not self._names or self._flags_work is not None or (self._shared and shared is None):
+            return
+        apart = set() if shared is None else set(shared.names)
+        names = [name for name in self._names if name not in apart]
+        flags = torch.tensor([float(name in self._reached) for name in names])
+        flags = flags.to(self._accumulator.buckets[0].flat.device, non_blocking=True)
+        if shared is not None and apart:
+            names, flags = [*names, *shared.names], torch.cat([flags, shared.flags])
+        self._flags = ReachedFlags(names, flags)
+        self._flags_work = self._group.all_reduce(flags)
 
     def _reduce(self, bucket: Bucket) -> None:
         self._accumulator.zero_stale([bucket])
         bucket.launch_reduce(self._group, self._dtype, scatter=self._scatter)
         self._on_launch(bucket)
 
-    def _reduce_flags(self) -> None:
-        flags = torch.tensor([float(name in self._reached) for name in self._names])
-        self._flags = flags.to(self._accumulator.buckets[0].flat.device, non_blocking=True)
-        self._reached_anywhere = None
-        self._flags_work = self._group.all_reduce(self._flags)
-
-    def finish(self, sum_shared: Callable[[], None]) -> None:
+    def finish(self, sum_shared: Callable[[], ReachedFlags]) -> ReachedFlags:
         """Start the remaining reductions, and wait for all. Collective: the group, and those of ``sum_shared``.
 
         Args:
-            sum_shared: sums shared gradients over the ranks of this replica.
+            sum_shared: sums shared gradients over the ranks of this replica; returns which of them these reached.
+
+        Returns:
+            Which parameters a backward pass reached on any replica, and on any rank that shares them.
         """
         self._launch_all()
-        sum_shared()
+        self._launch_flags(sum_shared())
         for bucket in self._shared:
             self._reduce(bucket)
         for bucket in self._accumulator.buckets:
@@ -227,6 +231,7 @@ class BucketReduction:
             self._flags_work.wait()
         self._flags_work = None
         self.reset()
+        return self._flags
 
     def end_passes(self) -> None:
         """After the passes of a call that does not complete the gradients: wait for what runs. Collective."""
@@ -249,21 +254,3 @@ class BucketReduction:
             if bucket is not None:
                 self._accumulator.mark_written(bucket)
         self._cancelled.clear()
-
-    def flags(self) -> Tensor:
-        """A flag per parameter, on the device: not 0 if a backward pass reached it on any replica."""
-        return self._flags
-
-    def take_flags(self, flags: Sequence[float]) -> None:
-        """Take over what the host has read of :meth:`flags`, after :meth:`finish`."""
-        self._reached_anywhere = {name for name, flag in zip(self._names, flags, strict=True) if flag}
-
-    def reached_anywhere(self) -> set[str]:
-        """The parameters that a backward pass reached on any replica, after :meth:`finish`.
-
-        The host waits for the device, unless it has read the flags already.
-        """
-        if self._reached_anywhere is None:
-            self.take_flags(self.flags().tolist())
-        assert self._reached_anywhere is not None, "it was just set"
-        return self._reached_anywhere

@@ -21,7 +21,7 @@ from hybridpp.data_parallel.pass_reduction import PassReduction
 from hybridpp.data_parallel.reducible_sums import ReducibleSums
 from hybridpp.data_parallel.replicas import HybridReplicas, Replicas
 from hybridpp.data_parallel.scattered_sums import ScatteredSums
-from hybridpp.data_parallel.shared_gradients import SharedGradients, Summand
+from hybridpp.data_parallel.shared_gradients import ReachedFlags, SharedGradients, Summand
 from hybridpp.errors import ConfigError
 from hybridpp.nn.torch_private import is_in_running_backward
 
@@ -102,6 +102,8 @@ class GradientBuckets:
         self._fuses_products = fuses_products
         self._hooks = GradientHooks(self._accumulator, parameters, self._on_gradient)
         self._used = self._hooks.reached
+        # What other ranks have reached, too, when gradients were reduced last; None: not since the sums began.
+        self._used_anywhere: ReachedFlags | None = None
         self.cleared: set[str] = set()
         self._scattered = ScatteredSums(self._accumulator.buckets, layout.index, group)
         self._reduction = self._make_reduction()
@@ -327,20 +329,24 @@ class GradientBuckets:
                 self._hidden.show(self._used)
             return
         if self._reduction is not None:
-            self._reduction.finish(self._sum_shared)
-        else:
-            self._sum_shared()
+            self._used_anywhere = self._reduction.finish(self._sum_shared)
+        elif self._shared.summands:
+            self._used_anywhere = self._sum_shared()
         self._state = _State.REDUCED
         if self._scatters:
             self._accumulator.hide()
         if not self.exposes_grad:
-            self._hidden.show(self._used)
+            self._hidden.show(self._used | self._summed)
 
-    def _sum_shared(self) -> None:
-        if self._shared.summands:
-            self._shared.sum()
-            # A rank may lack what another one has added; what is frozen, none has.
-            self._used.update(one.name for one in self._shared.summands if self.parameters[one.name].requires_grad)
+    def _sum_shared(self) -> ReachedFlags:
+        return self._shared.sum(self._used)
+
+    @property
+    def _summed(self) -> set[str]:
+        """Parameters to whose gradients other ranks of this replica may have added; to what is frozen, none has."""
+        if self._state is not _State.REDUCED:
+            return set()
+        return {one.name for one in self._shared.summands if self.parameters[one.name].requires_grad}
 
     @property
     def is_consumed(self) -> bool:
@@ -350,7 +356,7 @@ class GradientBuckets:
     @property
     def has_gradients(self) -> bool:
         """Whether a backward pass has reached a parameter here since the last ``consume`` or ``zero``."""
-        return bool(self._used) and not self.is_consumed
+        return bool(self._used or self._summed) and not self.is_consumed
 
     @property
     def version(self) -> tuple[int, ...]:
@@ -406,20 +412,20 @@ class GradientBuckets:
 
     def unread_flags(self) -> Tensor | None:
         """What :meth:`unused_parameters` will read of the device, for the caller to read with other numbers."""
-        if self._reduction is None or self._state is not _State.REDUCED or len(self._used) == len(self.parameters):
+        if self._state is not _State.REDUCED or len(self._used) == len(self.parameters):
             return None
-        return self._reduction.flags()
+        return None if self._used_anywhere is None else self._used_anywhere.flags
 
     def take_flags(self, flags: Sequence[float]) -> None:
         """Take over the numbers of :meth:`unread_flags`."""
-        if self._reduction is not None:
-            self._reduction.take_flags(flags)
+        if self._used_anywhere is not None:
+            self._used_anywhere.take(flags)
 
     def unused_parameters(self) -> list[str]:
-        """Parameters whose gradients no backward pass has reached on any replica, or the script has set to None."""
+        """Parameters whose gradients no backward pass has reached on any rank, or the script has set to None."""
         unused = [name for name in self.parameters if name not in self._used]
-        if self._reduction is not None and not self.cleared.issuperset(unused):
-            reached = self._reduction.reached_anywhere() - self.cleared
+        if self._used_anywhere is not None and not self.cleared.issuperset(unused):
+            reached = self._used_anywhere.read() - self.cleared
             unused = [name for name in unused if name not in reached]
         return unused
 
@@ -464,6 +470,7 @@ class GradientBuckets:
         self._hooks.enable()
         host = self._accumulator.to_host()
         used, state, is_open = set(self._used), self._state, self._is_open
+        used_anywhere = self._used_anywhere
         try:
             with self.no_sync():
                 self._is_stashed = self._is_open = True
@@ -476,12 +483,12 @@ class GradientBuckets:
             self._hooks.enable()
             self._used.clear()
             self._used.update(used)
-            self._state, self._is_open = state, is_open
+            self._state, self._is_open, self._used_anywhere = state, is_open, used_anywhere
             self._accumulator.from_host(host)
             if self._is_scattered:
                 self._accumulator.hide()
             if is_shown:
-                self._hidden.show(self._used)
+                self._hidden.show(self._used | self._summed)
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""
@@ -513,6 +520,7 @@ class GradientBuckets:
         self._hooks.enable()
         self._accumulator.reset(set_to_none)
         self._used.clear()
+        self._used_anywhere = None
         self.cleared.clear()
         self._state, self._version = _State.LOCAL, self.version
 

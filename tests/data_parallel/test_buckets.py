@@ -285,6 +285,40 @@ def test_gradients_of_one_bucket_do_not_overlap():
         assert torch.equal(gradient, torch.full_like(gradient, number))
 
 
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("exposes_grad", [True, False])
+@pytest.mark.parametrize("coalesced", [True, False])
+def test_a_parameter_of_several_ranks_is_used_where_one_of_them_uses_it(coalesced, exposes_grad, num_replicas):
+    """Two ranks share each replica's parameters; the last of them all uses one that nobody else does."""
+
+    def run():
+        world, model = current_world(), make_model()
+        for name in ("seldom", "idle"):
+            model.register_parameter(name, nn.Parameter(torch.ones(2)))
+        num_ranks = 2 * num_replicas
+        replicas = world.split([[one for one in range(num_ranks) if one % 2 == part] for part in range(2)])
+        ranks = world.split([[one, one + 1] for one in range(0, num_ranks, 2)])
+        shared = {name: [ranks] for name, _ in model.named_parameters()}
+        buckets = make_buckets(
+            model, replicas, TINY_MIB, shared, coalesced_group=ranks if coalesced else None, exposes_grad=exposes_grad
+        )
+        for step in range(3):
+            buckets.begin()
+            buckets.begin_last_backward()
+            extra = model.seldom.sum() if step == 1 and world.rank == num_ranks - 1 else 0
+            (loss(model, world.rank, 0) + extra).backward()
+            buckets.launch_remaining()
+            buckets.finish_grad_sync()
+            if step == 2:  # as what the step's message has read with other numbers
+                buckets.take_flags(buckets.unread_flags().tolist())
+            assert list(buckets.unused_parameters()) == (["idle"] if step == 1 else ["seldom", "idle"])
+            seldom = torch.full((2,), float(step == 1))
+            assert_equal(buckets, plain(num_ranks, [0]) | {"seldom": seldom, "idle": torch.zeros(2)})
+            buckets.consume()
+
+    on_replicas(run, 2 * num_replicas)
+
+
 def test_a_parameter_of_several_ranks_that_is_frozen_later_is_unused():
     """Else an optimizer with momentum would move it on."""
 

@@ -519,6 +519,40 @@ def test_norms_with_almost_zero_gradients_on_the_sample_are_summed():
         torch.testing.assert_close(gradient, expected)
 
 
+class Skipping(Block):
+    def forward(self, x):
+        return x if self.is_skipped else super().forward(x)
+
+    is_skipped = False
+
+
+@pytest.mark.parametrize("dp_size", [1, 2])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_a_step_skips_is_moved_neither_by_momentum_nor_by_decay(precision, dp_size):
+    """Of a block that is skipped, the norm and a bias have gradients on no rank, though their ranks sum them."""
+
+    def make_optimizer(parameters):
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
+
+    def rank():
+        plan = DROPPING["tensor_parallel_plan"]
+        settings = {"tensor_parallel_plan": plan, "precision": precision, **SHARDS}
+        booster, model, optimizer = boosted(Net(Skipping), make_optimizer, SEQUENCES[0][:2], **settings)
+        weights = []
+        for is_skipped in (False, True, True):
+            model.blocks[1].is_skipped = is_skipped
+            part = SEQUENCES[0].chunk(dp_size)[booster.plugin.layout.here.dp]
+            booster.execute_pipeline(iter([part]), model, squares, optimizer)
+            optimizer.step()
+            weights.append({name: one.detach().clone() for name, one in model.named_parameters()})
+        return weights
+
+    for before, *after in Loopback(2 * dp_size).run(rank):
+        for weights in after:
+            moved = {name.split(".")[1] for name, one in weights.items() if not torch.equal(one, before[name])}
+            assert moved == {"0", "2", "3"}
+
+
 def refused(error, text, run):
     with pytest.raises(error, match=re.escape(text)):
         Loopback(2).run(run)
