@@ -157,12 +157,12 @@ class BoostedModels(
         if target is not None:  # what is written inside is newer
             target.take_over()
         try:
-            with engine.weights.unsharded(), engine.shard_reads.watched():
+            with engine.weights.unsharded(), engine.script_reads.watched():
                 yield
                 if target is not None:  # what was written to copies inside is lost, and will be refused, as to parts
                     target.take_over()
         finally:
-            engine.shard_reads.watch()
+            engine.script_reads.watch()
         if target is not None:  # what is written to copies from now on is newer
             engine.masters.copy_from_model(in_step=True)
 

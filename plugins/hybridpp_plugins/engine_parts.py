@@ -26,7 +26,7 @@ from hybridpp.pipeline import (
     SplitBatch,
 )
 from hybridpp.precision import MasterWeights, ModuleDtypes
-from hybridpp.tensor_parallel import ShardReads
+from hybridpp.tensor_parallel import ScriptReads
 from hybridpp_plugins.background_save import SaveStatus
 from hybridpp_plugins.criterion_check import CriterionCheck
 from hybridpp_plugins.criterion_weights import CriterionWeights
@@ -82,7 +82,7 @@ class EngineParts:
             may come later.
         unfinished: the rest of a step that an error ended, and that other replicas are in; None: there is none.
         is_training: whether it trains, or the last one did.
-        shard_reads: what a script may read of shards between steps.
+        script_reads: what a script may read of weights and gradients between steps.
         on_plain_weights: a context for what the library does with weights, in which none is watched.
         model: the user's.
         epilogue: ends every step.
@@ -106,7 +106,7 @@ class EngineParts:
     criterion_check: CriterionCheck = field(default_factory=CriterionCheck)
     signatures: SignatureCache = field(init=False)
     criteria: CriterionWeights = field(init=False)
-    shard_reads: ShardReads = field(default_factory=lambda: ShardReads(()))
+    script_reads: ScriptReads = field(default_factory=lambda: ScriptReads(()))
     on_plain_weights: Callable[[], AbstractContextManager[None]] = nullcontext
     recording: ActiveRecording | None = None
     is_running: bool = False
@@ -167,12 +167,14 @@ class EngineParts:
         """What replicas divide among themselves."""
         return self.weights.zero.zero_stage
 
-    def watch_shards(self) -> None:
-        """From now on, refuse what a script makes of several elements of a shard between steps."""
-        reads = ShardReads(walk.parameters(self.model))
-        if not reads.has_shards:
+    def watch_parts(self) -> None:
+        """From now on, watch what a script makes of weights and gradients of a part of the model between steps."""
+        here, shows_gradients = self.layout.here, self.buckets is not None and self.buckets.exposes_grad
+        tells = shows_gradients and here.dp == here.tp == 0
+        reads = ScriptReads(walk.parameters(self.model), self.layout.pp.size if tells else 1)
+        if not reads.has_parts:
             return
-        self.shard_reads, self.on_plain_weights = reads, reads.plain
+        self.script_reads, self.on_plain_weights = reads, reads.plain
         self.staged.around_call = reads.around(self.staged.around_call)
         if self.optimizer is not None:
             self.optimizer.on_plain_weights = reads.plain

@@ -392,7 +392,7 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel, Choose
         self._num_boosted += 1
         if engine.optimizer is not None:
             self._join(engine.optimizer)
-        engine.watch_shards()
+        engine.watch_parts()
         return parts._replace(optimizer=engine.optimizer, lr_scheduler=scheduler)
 
     @classmethod

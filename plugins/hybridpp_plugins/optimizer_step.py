@@ -722,7 +722,7 @@ class SteppingOptimizer(WrappedOptimizer):
         calls: of the script, which ranks compare.
         rank_progress: told in which call this rank is.
         while_updating: a context to run :meth:`step` in.
-        on_plain_weights: a context for what the library does with weights, see :class:`ShardReads`.
+        on_plain_weights: a context for what the library does with weights, see :class:`ScriptReads`.
         interruption: notes an error that ends its communication in the middle.
         cleared_digest: of the names whose gradients the script had set to None at the last step; 0: there were none.
         held_before: parameters of this rank that had gradients when the model was boosted, by name.

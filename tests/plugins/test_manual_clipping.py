@@ -17,7 +17,7 @@ from support import (
     tiny_vit,
     whole_over_tp,
 )
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 from hybridpp.cluster import Loopback
 from hybridpp.errors import ConfigError
@@ -65,17 +65,45 @@ def by_norm(max_norm):
 LAYOUTS = [{"pp_size": 2}, {"tp_size": 2}, {"pp_size": 2, "schedule": "zb-v"}]
 
 
+def clip_copies(parameters, max_norm, **options):
+    """As torch does, by the norm of copies: of gradients that are shards, it is refused."""
+    parameters = list(parameters)
+    norm = get_total_norm([one.grad.clone() for one in parameters], **options)
+    clip_grads_with_norm_(parameters, max_norm, norm, **options)
+
+
 def test_clipping_of_single_parameters_is_refused_where_ranks_have_shards():
-    with pytest.raises(ConfigError, match="of shards of one parameter before the last step by different factors"):
+    refused = r"\.grad is a shard: with tp_size > 1 .* Call optimizer.clip_grad_by_norm\(max_norm\), .* is of the"
+    with pytest.raises(ConfigError, match=refused):
         weights(lambda model: [clip_grad_norm_([one], 1e-3) for one in model.parameters()], tp_size=2)
+    with pytest.raises(ConfigError, match="of shards of one parameter before the last step by different factors"):
+        weights(lambda model: [clip_copies([one], 1e-3) for one in model.parameters()], tp_size=2)
+
+
+def perturb(model):
+    """SAM's first step, as scripts write it."""
+    norm = torch.norm(torch.stack([one.grad.norm(p=2) for one in model.parameters()]), p=2)
+    with torch.no_grad():
+        for one in model.parameters():
+            one.add_(one.grad * (0.05 / norm))
+
+
+def test_a_norm_over_all_gradients_of_a_rank_is_told_or_refused(caplog):
+    weights(perturb, pp_size=2)
+    texts = [one.getMessage() for one in caplog.records if "all gradients of one rank" in one.getMessage()]
+    assert len(texts) == 2  # one for each stage
+    with pytest.raises(ConfigError, match=r"\.grad is a shard"):
+        weights(perturb, tp_size=2)
+    weights(perturb)
 
 
 @pytest.mark.covering
 @pytest.mark.parametrize("settings", LAYOUTS)
 @pytest.mark.parametrize("foreach", [True, False])
 def test_clipping_by_the_norm_of_each_rank_is_refused(settings, foreach):
+    clip = clip_copies if "tp_size" in settings else clip_grad_norm_
     with pytest.raises(ConfigError) as error:
-        weights(lambda model: clip_grad_norm_(model.parameters(), 0.05, foreach=foreach), **settings)
+        weights(lambda model: clip(model.parameters(), 0.05, foreach=foreach), **settings)
     first, second = map(float, REFUSED.fullmatch(str(error.value)).groups())
     assert first < 1
     assert second < 1
@@ -105,7 +133,7 @@ def test_behind_a_backward_by_hand_it_is_refused_before_a_weight_changes():
         booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), tp_size=2, tensor_parallel_plan=VIT)
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         booster.backward(model(**BATCHES[0]).loss, optimizer)
-        clip_grad_norm_(model.parameters(), 0.05)
+        clip_copies(model.parameters(), 0.05)
         with pytest.raises(ConfigError, match="clip_grad_by_norm"):
             optimizer.step()
         assert_same(model.state_dict(), before)
@@ -116,7 +144,7 @@ def test_behind_a_backward_by_hand_it_is_refused_before_a_weight_changes():
 @pytest.mark.parametrize("settings", LAYOUTS)
 def test_clipping_that_leaves_everything_is_told_once(settings, caplog):
     with caplog.at_level(logging.WARNING, logger="hybridpp"):
-        weights(by_norm(1e9), **settings)
+        weights(lambda model: clip_copies(model.parameters(), 1e9), **settings)
     (message,) = [text for record in caplog.records if "wrote to gradients" in (text := record.getMessage())]
     assert message == (
         "[rank 0] the script wrote to gradients before the last step without changing their values. If that was "

@@ -1,14 +1,19 @@
-"""Refuse functions of the script's that take several elements of a weight together of which this rank has a shard."""
+"""What a script may make, between steps, of weights and gradients of which this rank has a part.
+
+Functions that take several elements of a shard together are refused. Where a rank has stages, each of its gradients is
+whole, and a script that makes something of all of them learns that there are others.
+"""
 
 import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, TypeGuard, cast
 
 from torch import Tensor, nn
 
+from hybridpp.cluster import get_dist_logger
 from hybridpp.errors import ConfigError
 from hybridpp.nn.names import LIBRARIES, OWN_PACKAGES
 from hybridpp.nn.torch_private import CALL, TENSOR_METHODS, DisableTorchFunctionSubclass, pytree
@@ -50,22 +55,62 @@ _PARTS = frozenset(
 )
 
 
+class _Notice:
+    """Tells a script, once, that all gradients that it has read are those of one rank.
+
+    Attributes:
+        left: those that it has not read since the library ran last, by their parameters' ids.
+    """
+
+    def __init__(self, text: str):
+        self.left: frozenset[int] = frozenset()
+        self._text: str | None = text
+
+    def note(self, parts: frozenset[int], function: str) -> None:
+        """A function of torch takes the elements of these gradients together."""
+        if not self.left or self._text is None:
+            return
+        self.left -= parts
+        if not self.left:
+            get_dist_logger().warning(self._text.format(function=function.strip("_")))
+            self._text = None
+
+
+class _Source(NamedTuple):
+    """What a watched tensor is, or was made of.
+
+    Attributes:
+        sharding: of the weight, of which it is a shard; None: the rank has the whole weight.
+        is_gradient: whether it is one.
+        parts: the parameters' ids.
+        notice: who learns of functions of it; None: they are refused.
+    """
+
+    sharding: ParameterSharding | None
+    is_gradient: bool
+    parts: frozenset[int] = frozenset()
+    notice: _Notice | None = None
+
+
 def _run(kinds: Iterable[type], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a function of torch whose arguments include a shard."""
+    """Run a function of torch whose arguments include a watched tensor."""
     if any(kind not in _KINDS and _has_own_function(kind) for kind in kinds):  # which may have more to say
         return NotImplemented
     name = getattr(func, "__name__", "")
     if _takes_together(name, func, args, kwargs) and _is_of_script():
-        _refuse(_shard_in(args, kwargs), name)
+        for source in _sources(args, kwargs):
+            if source.notice is None:
+                _refuse(source, name)
+            source.notice.note(source.parts, name)
     with DisableTorchFunctionSubclass():
-        if func == _SET_GRAD and type(args[1]) is ShardTensor:
+        if func == _SET_GRAD and type(args[1]) is WatchedTensor:
             _plain(args[1])
         made = func(*args, **kwargs)
         if (name in _EACH or func in _GETTERS) and not _is_of_library(sys._getframe(2)):
-            sharding = _shard_in(args, kwargs)
+            joined = _joined(_sources(args, kwargs))
             for one in made if isinstance(made, tuple | list) else (made,):
                 if type(one) is Tensor and one.dim():
-                    _note(one, ShardTensor, sharding)
+                    _watch(one, WatchedTensor, joined)
     return made
 
 
@@ -83,26 +128,39 @@ def _takes_together(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[st
     return getattr(func, "__module__", "") == "torch.linalg"
 
 
-def _shard_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ParameterSharding:
-    """How the first argument that is a shard is divided."""
-    for one in args[:1] if args and type(args[0]) in _KINDS else pytree.tree_leaves((args, kwargs)):
-        if type(one) is ShardParameter:
-            return cast(ParameterSharding, sharding_of(one))
-        if type(one) is ShardTensor:
-            return one.sharding
-    raise AssertionError("an argument is a shard")
+def _sources(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Source]:
+    """Of the watched arguments, shards first."""
+    found = [one.source for one in pytree.tree_leaves((args, kwargs)) if type(one) in _KINDS]
+    return sorted(found, key=lambda source: source.sharding is None)
 
 
-def _refuse(sharding: ParameterSharding, function: str) -> NoReturn:
+def _joined(sources: list[_Source]) -> _Source:
+    """Of what is made of these, of which the first one counts."""
+    first = sources[0]
+    return first._replace(parts=frozenset[int]().union(*(one.parts for one in sources if one.notice is first.notice)))
+
+
+def _refuse(source: _Source, function: str) -> NoReturn:
+    sharding = source.sharding
+    assert sharding is not None, "what is whole is not refused"
     name = sharding.name
     layer = name.rpartition(".")[0] or name
+    keep = f'eep the layer whole (tensor_parallel_plan={{"{layer}": "replicated"}}), '
+    join = "or use tp_size=1; code that joins the numbers of all ranks takes them of"
+    if source.is_gradient:
+        instead = (
+            "Call optimizer.clip_grad_by_norm(max_norm), or optimizer.get_grad_norm(), which is of the complete "
+            f"model's gradient; else k{keep}{join} parameter.grad.clone()."
+        )
+    else:
+        instead = (
+            f"K{keep}read the file of booster.save_model, which has whole weights, {join} parameter.detach().clone(). "
+            "For a penalty in the loss, let the model's forward return it, or use weight_decay of the optimizer."
+        )
     raise ConfigError(
-        f"{name} is a shard: with tp_size > 1 this rank has {sharding.local_shape} of its {sharding.full_shape}, and "
-        f"{function.strip('_')} takes elements together, so it would be of this shard only. What is done to each "
-        f'element is right. Keep the layer whole (tensor_parallel_plan={{"{layer}": "replicated"}}), read the file of '
-        "booster.save_model, which has whole weights, or use tp_size=1; code that joins the numbers of all ranks takes "
-        "them of parameter.detach().clone(). For a penalty in the loss, let the model's forward return it, or use "
-        "weight_decay of the optimizer."
+        f"{name}{'.grad' if source.is_gradient else ''} is a shard: with tp_size > 1 this rank has "
+        f"{sharding.local_shape} of its {sharding.full_shape}, and {function.strip('_')} takes elements together, so "
+        f"it would be of this shard only. What is done to each element is right. {instead}"
     )
 
 
@@ -137,14 +195,14 @@ def _has_parameters(module: Any) -> bool:
     return isinstance(module, nn.Module) and next(module.parameters(), None) is not None
 
 
-class ShardTensor(Tensor):
-    """What a script has made of each element of a shard: its ``data``, a view, its squares.
+class WatchedTensor(Tensor):
+    """A gradient between steps; and what a script has made of each element of one or of a weight: a view, squares.
 
     Attributes:
-        sharding: of the weight.
+        source: what it was made of.
     """
 
-    sharding: ParameterSharding
+    source: _Source
 
     @classmethod
     def __torch_function__(
@@ -163,11 +221,16 @@ class ShardTensor(Tensor):
         return _alias(self).__repr__(tensor_contents=tensor_contents)
 
 
-class ShardParameter(nn.Parameter):
-    """A sharded parameter, between steps: a plain one becomes one where its class is set, and the other way round.
+class WatchedParameter(nn.Parameter):
+    """A parameter between steps: a plain one becomes one where its class is set, and the other way round.
 
     Copies and files have plain ones.
+
+    Attributes:
+        source: what it is.
     """
+
+    source: _Source
 
     @classmethod
     def __torch_function__(
@@ -183,78 +246,112 @@ class ShardParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         alias = _alias_parameter(self)
-        vars(alias).update(vars(self))
+        vars(alias).update({name: value for name, value in vars(self).items() if name != "source"})
         return alias.__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]  # torch's is untyped
         return repr(_alias_parameter(self))
 
 
-_KINDS = frozenset((ShardParameter, ShardTensor))
+_KINDS = frozenset((WatchedParameter, WatchedTensor))
 
 
-def _alias(shard: Tensor) -> Any:
+def _alias(watched: Tensor) -> Any:
     """A plain tensor of the same memory, and with the same graph."""
     with DisableTorchFunctionSubclass():
-        if shard.grad_fn is not None:
-            return shard.view_as(shard)
-        return shard.detach().requires_grad_(shard.requires_grad)
+        if watched.grad_fn is not None:
+            return watched.view_as(watched)
+        return watched.detach().requires_grad_(watched.requires_grad)
 
 
-def _alias_parameter(shard: nn.Parameter) -> Any:
+def _alias_parameter(watched: nn.Parameter) -> Any:
     with DisableTorchFunctionSubclass():
-        return nn.Parameter(shard.detach(), shard.requires_grad)
+        return nn.Parameter(watched.detach(), watched.requires_grad)
 
 
-def _note(tensor: Tensor, kind: type[Tensor], sharding: ParameterSharding) -> None:
+def _watch(tensor: Tensor, kind: type[Tensor], source: _Source) -> None:
     made: Any = tensor
     made.__class__ = kind
-    made.sharding = sharding
+    made.source = source
 
 
-def _plain(tensor: Tensor) -> None:
-    del vars(tensor)["sharding"]
-    tensor.__class__ = Tensor
+def _is_watched(tensor: Tensor) -> TypeGuard[WatchedTensor]:
+    return type(tensor) is WatchedTensor
 
 
-class ShardReads:
-    """Lets scripts read shards of weights element by element only, between steps.
+def _plain(tensor: Tensor, kind: type[Tensor] = Tensor) -> None:
+    del vars(tensor)["source"]
+    tensor.__class__ = kind
 
-    In a step, weights are plain parameters: torch chooses its fast kernels for these only, and reads of any attribute
-    of another class take microseconds.
+
+class ScriptReads:
+    """Watches what scripts make of the shards and gradients of a rank that has a part of the model, between steps.
+
+    Of a shard and of its gradient, functions that take several elements together are refused. Where ranks have stages,
+    a script that has taken the elements of each gradient together (the terms of a norm over all of them) is told once
+    that the rank has no others.
+
+    In a step, all are plain: torch chooses its fast kernels for these only, and reads of any attribute of another class
+    take microseconds.
 
     Args:
-        parameters: of the model; what is not sharded is left alone.
+        parameters: of the rank.
+        num_stages: of which the rank tells what a script reads; 1: of nothing.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]):
-        self._shards = [
-            one
-            for one in parameters
-            if (sharding := sharding_of(one)) is not None and sharding.local_shape != sharding.full_shape
-        ]
+    def __init__(self, parameters: Iterable[nn.Parameter], num_stages: int = 1):
+        self._notice = _Notice(
+            "{function} and the like were taken of all gradients of one rank, which with "
+            f"pp_size={num_stages} are those of its stages: each number is right, but a norm or a sum over all of them "
+            "is not that of the complete model. optimizer.get_grad_norm(), which every rank calls, is, and "
+            "optimizer.clip_grad_by_norm(max_norm) clips by it."
+        )
+        self._shards: list[tuple[nn.Parameter, _Source]] = []
+        self._of_gradients: list[tuple[nn.Parameter, _Source]] = []
+        for one in parameters:
+            sharding = sharding_of(one)
+            if sharding is not None and sharding.local_shape != sharding.full_shape:
+                self._shards.append((one, _Source(sharding, is_gradient=False)))
+                self._of_gradients.append((one, _Source(sharding, is_gradient=True)))
+            elif num_stages > 1:
+                source = _Source(None, is_gradient=True, parts=frozenset((id(one),)), notice=self._notice)
+                self._of_gradients.append((one, source))
+        self._gradients: list[Tensor] = []
         self._depth = 0
 
     @property
-    def has_shards(self) -> bool:
-        """Whether there is any."""
-        return bool(self._shards)
+    def has_parts(self) -> bool:
+        """Whether there is anything to watch."""
+        return bool(self._of_gradients)
 
     def watch(self) -> None:
-        """Begin to refuse functions of the shards that are there."""
-        for shard in () if self._depth else self._shards:
-            if type(shard) is nn.Parameter:
-                shard.__class__ = ShardParameter
+        """Begin to watch what is there."""
+        if self._depth:
+            return
+        with DisableTorchFunctionSubclass():
+            for parameter, source in self._of_gradients:
+                gradient = parameter.grad
+                if type(gradient) is Tensor:
+                    _watch(gradient, WatchedTensor, source)
+                    self._gradients.append(gradient)
+        for parameter, source in self._shards:
+            if type(parameter) is nn.Parameter:
+                _watch(parameter, WatchedParameter, source)
+        self._notice.left = frozenset[int]().union(*(one.source.parts for one in self._gradients if _is_watched(one)))
 
     def end_watch(self) -> None:
-        """Make plain parameters of them again."""
-        for shard in self._shards:
-            if type(shard) is ShardParameter:
-                shard.__class__ = nn.Parameter  # type: ignore[assignment]  # what it was
+        """Make plain tensors of all again."""
+        for gradient in self._gradients:
+            if _is_watched(gradient):
+                _plain(gradient)
+        self._gradients.clear()
+        for parameter, _ in self._shards:
+            if type(parameter) is WatchedParameter:
+                _plain(parameter, nn.Parameter)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Inside, shards that are there only now are watched, too; afterwards none is, until :meth:`watch`."""
+        """Inside, weights that are there only now are watched, too; afterwards none is, until :meth:`watch`."""
         self.watch()
         try:
             yield
@@ -263,7 +360,7 @@ class ShardReads:
 
     @contextmanager
     def plain(self) -> Iterator[None]:
-        """Inside, which may be nested, the library runs: shards are plain parameters."""
+        """Inside, which may be nested, the library runs: all are plain."""
         if not self._depth:
             self.end_watch()
         self._depth += 1

@@ -1,4 +1,4 @@
-"""Between steps, a script may do to shards what is done to each element; the rest is refused."""
+"""Between steps, a script may do to parts of a model what is done to each element; the rest is refused, or told."""
 
 import copy
 import io
@@ -13,7 +13,7 @@ from hybridpp.cluster import Loopback
 from hybridpp.errors import ConfigError
 from hybridpp.sharding_plan.sharding_spec import DimShard
 from hybridpp.tensor_parallel.parameter_sharding import ParameterSharding, divide
-from hybridpp.tensor_parallel.shard_reads import ShardParameter, ShardReads, ShardTensor
+from hybridpp.tensor_parallel.script_reads import ScriptReads, WatchedParameter, WatchedTensor
 
 SHARDING = ParameterSharding(name="up.weight", full_shape=(8, 4), shard=DimShard(0, (8,)), size=2)
 TOGETHER = {
@@ -52,10 +52,10 @@ TOGETHER = {
 }
 
 
-def a_shard() -> tuple[nn.Parameter, ShardReads]:
+def a_shard() -> tuple[nn.Parameter, ScriptReads]:
     parameter = nn.Parameter(torch.arange(32.0).view(8, 4))
     divide(parameter, SHARDING, 0)
-    reads = ShardReads([parameter, nn.Parameter(torch.ones(3))])
+    reads = ScriptReads([parameter, nn.Parameter(torch.ones(3))])
     reads.watch()
     return parameter, reads
 
@@ -98,7 +98,7 @@ def test_what_is_done_to_each_element_of_a_shard_is_torchs():
 def test_copies_and_files_of_shards_are_plain():
     parameter, _ = a_shard()
     view = parameter.detach()
-    assert (type(parameter), type(view)) == (ShardParameter, ShardTensor)
+    assert (type(parameter), type(view)) == (WatchedParameter, WatchedTensor)
     assert [type(one) for one in copy.deepcopy([parameter, view])] == [nn.Parameter, Tensor]
     with io.BytesIO() as file:
         torch.save({"view": view, "computed": parameter * 2}, file)
@@ -112,6 +112,90 @@ def test_copies_and_files_of_shards_are_plain():
     assert torch.equal(loaded, parameter)
     assert repr(parameter) == repr(loaded)
     assert f"{view} {view!r}" == f"{loaded.data} {loaded.data!r}"
+
+
+@pytest.mark.parametrize("of", TOGETHER)
+def test_what_takes_elements_of_a_shards_gradient_together_is_refused(of):
+    parameter, reads = a_shard()
+    with reads.plain():
+        parameter.grad = torch.arange(16.0).view(4, 4)
+    gradient, before = parameter.grad, parameter.grad.clone()
+    text = r"up.weight.grad is a shard: .* Call optimizer.clip_grad_by_norm\(max_norm\), or optimizer.get_grad_norm\(\)"
+    with torch.no_grad(), pytest.raises(ConfigError, match=text):
+        TOGETHER[of](gradient)
+    assert torch.equal(gradient, before)
+    gradient.mul_(0.5).clamp_(-2, 2)
+    parameter.grad = gradient.abs() * 2
+    assert type(parameter.grad) is Tensor
+    with torch.no_grad(), reads.plain():
+        assert type(gradient) is Tensor
+        TOGETHER[of](gradient)
+        TOGETHER[of](parameter.grad)
+
+
+def stack_overflow(tensors):
+    return sum(one.detach().data.norm(2).item() ** 2 for one in tensors) ** 0.5
+
+
+OVER_ALL = {
+    "norms": stack_overflow,
+    "stack": lambda tensors: torch.norm(torch.stack([one.norm(p=2) for one in tensors]), p=2),
+    "vector": lambda tensors: torch.cat([one.detach().flatten() for one in tensors]).norm(),
+    "squares": lambda tensors: sum((one**2).sum() for one in tensors),
+    "get_total_norm": nn.utils.get_total_norm,
+    "parameters_to_vector": lambda tensors: nn.utils.parameters_to_vector(tensors).norm(),
+}
+
+
+def told(caplog):
+    return [one.getMessage() for one in caplog.records if "is not that of the complete model" in one.getMessage()]
+
+
+def of_a_stage():
+    parameters = [nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2), False)]
+    for one in parameters[:2]:
+        one.grad = torch.ones_like(one)
+    reads = ScriptReads(parameters, num_stages=2)
+    reads.watch()
+    return parameters[:2], reads
+
+
+@pytest.mark.parametrize("of", OVER_ALL)
+def test_what_is_made_of_all_gradients_of_a_stage_is_told_once(of, caplog):
+    parameters, reads = of_a_stage()
+    for _ in range(2):
+        found = torch.as_tensor(OVER_ALL[of]([one.grad for one in parameters]), dtype=torch.float32)
+        torch.testing.assert_close(found, torch.tensor(9.0 if of == "squares" else 3.0))
+        with reads.plain():
+            OVER_ALL[of]([one.grad for one in parameters])
+    (text,) = told(caplog)
+    assert "which with pp_size=2 are those of its stages" in text
+    assert "optimizer.get_grad_norm()" in text
+
+
+def test_nothing_is_told_of_whole_models():
+    assert not ScriptReads([nn.Parameter(torch.ones(2))]).has_parts
+
+
+@torch.no_grad()
+def test_some_numbers_of_a_stage_and_what_is_done_to_each_element(caplog):
+    parameters, reads = of_a_stage()
+    for number in range(4):
+        parameters[number % 2].grad.norm().item()
+        OVER_ALL["norms"](parameters)
+        nn.utils.clip_grad_value_(parameters, 0.5)
+        gradients = [one.grad for one in parameters]
+        copy.deepcopy(gradients)
+        vector = nn.utils.parameters_to_vector(gradients) * 0.5
+        nn.utils.vector_to_parameters(vector, [one.clone() for one in gradients])
+        torch._foreach_mul_(gradients, 0.9)
+        with reads.plain(), reads.plain():
+            pass
+    assert not told(caplog)
+    assert {type(one.grad) for one in parameters} == {WatchedTensor}
+    reads.end_watch()
+    assert {type(one) for one in [*parameters, *gradients]} == {nn.Parameter, Tensor}
+    assert not any(vars(one) for one in [*parameters, *gradients])
 
 
 class Network(nn.Module):
@@ -170,6 +254,6 @@ def test_shards_of_a_boosted_model_are_watched_between_steps_only(settings):
         return set(kinds)
 
     kinds = Loopback(4 if settings.get("zero_stage") else 2).run(run)[0]
-    assert ShardParameter not in kinds
+    assert WatchedParameter not in kinds
     if "zero_stage" not in settings:  # else replicas divide them
         assert kinds == {nn.Parameter}
