@@ -1,6 +1,7 @@
 """Whether a loss that a script made of a model's outputs puts samples together: its graph is asked."""
 
 import math
+import re
 import weakref
 import zlib
 from collections import Counter
@@ -27,6 +28,14 @@ MAX_ELEMENTS = 2**27
 _MAX_FOLLOWED = 8
 # The part of the largest second derivative that rounding may be.
 _TOLERANCE = 1e-6
+# Functions of which second derivatives are 0 or none, though they are not linear, by the names of their nodes: of each
+# element; of elements along a dimension, or of all; of pairs of rows.
+_BENT = re.compile(
+    r"(Relu|LeakyRelu|Elu|Threshold|Hardtanh|Clamp|ClampMin|ClampMax|Abs|Maximum|Minimum|LinalgVectorNorm|Norm)Backward\d"
+)
+_CHOOSING = re.compile(r"(Topk|Sort|Max|Min|Median|Nanmedian|Kthvalue|Mode|Amax|Amin|Cummax|Cummin)Backward\d")
+_OF_PAIRS = re.compile(r"_?(Euclidean|Cdist|Pdist)\w*Backward\d")
+_MAX_BENT = 16
 
 _Edge: TypeAlias = tuple[Node, int]
 _Sample: TypeAlias = tuple[int, int]
@@ -88,13 +97,14 @@ class LossSection:
 
     def __init__(self, loss: Tensor):
         self._outputs: dict[_Edge, _Output] = {}
+        self._bent: list[Node] = []
         self._is_own = False
         names = self._walk(loss, _MAX_TOLD)
         self.positions = sorted({one.position for one in self._outputs.values()})
         self.signature = 1 + (zlib.crc32(repr((names, self.positions)).encode()) & 0xFFFFFF)
 
     def _walk(self, loss: Tensor, limit: int) -> list[str]:
-        self._outputs, self._is_own = {}, False
+        self._outputs, self._bent, self._is_own = {}, [], False
         names: list[str] = []
         start = get_gradient_edge(loss)
         pending: list[_Edge] = [(start.node, start.output_nr)]
@@ -110,6 +120,8 @@ class LossSection:
                 break
             names.append(node.name())
             self._is_own |= isinstance(node, BackwardCFunction)
+            if any(kind.fullmatch(names[-1]) for kind in (_BENT, _CHOOSING, _OF_PAIRS)):
+                self._bent.append(node)
             for following, which in node.next_functions:
                 if following is None or (following in seen and _KEY not in _notes(following)):
                     continue
@@ -121,7 +133,9 @@ class LossSection:
         """How a loss puts samples together, as far as that shows; "": it does not.
 
         The loss of a sample, or of some that belong together, has no second derivative with respect to outputs of it
-        and of another one. This takes two backward passes or more through what the script made of the outputs.
+        and of another one. Where second derivatives are 0 or none (limits, absolute values, choices by order, distances
+        of pairs), the outputs are asked for of which such a function's arguments are made. This takes two backward
+        passes or more through what the script made of the outputs.
 
         Args:
             loss: that the section is of.
@@ -136,22 +150,31 @@ class LossSection:
         if not ends or sum(map(_numel, ends)) > MAX_ELEMENTS:
             return ""
         kept = [(one, one.grad) for mark in ends.values() if (one := mark.tensor()) is not None and one.retains_grad]
+        least = 3 if is_of_one_item is None else 2
         try:
-            number = _number_coupled(loss, ends)
+            return "" if is_of_one_item else self._coupling(loss, ends, least)
         except torch.OutOfMemoryError:  # the pass itself may need less
             get_dist_logger().warning(
                 "out of memory while a loss of booster.backward was looked at, the first time that it is made in this "
                 "way: whether it puts samples together is not known. Training goes on."
             )
             return ""
-        except (RuntimeError, NotImplementedError):  # it has no second derivative
+        except (RuntimeError, NotImplementedError):  # a pass through what the script made fails
             return ""
         finally:
             for tensor, gradient in kept:
                 tensor.grad = gradient
-        if number < (3 if is_of_one_item is None else 2) or is_of_one_item:
-            return ""
-        return "the gradient of a sample's outputs depends on all other samples"
+
+    def _coupling(self, loss: Tensor, ends: dict[_Edge, _Output], least: int) -> str:
+        """How it puts at least so many samples together, and all that it depends on."""
+        edges, outputs = [GradientEdge(*one) for one in ends], list(ends.values())
+        with torch.enable_grad():
+            gradients = torch.autograd.grad(loss, edges, create_graph=True, allow_unused=True)
+            rows = _rows(gradients, outputs)
+        active = _nonzero(rows, 0.0)
+        if len(active) >= least and _are_coupled(rows, active, edges, outputs):
+            return "the gradient of a sample's outputs depends on all other samples"
+        return _bent_together(self._bent[:_MAX_BENT], loss, ends, active, least)
 
     def _last(self) -> dict[_Edge, _Output]:
         """The outputs with samples of which none of the others is made."""
@@ -181,15 +204,11 @@ def _numel(edge: _Edge) -> int:
     return math.prod(getattr(node, INPUT_METADATA)[number].shape)
 
 
-def _number_coupled(loss: Tensor, ends: dict[_Edge, _Output]) -> int:
-    """The number of samples whose outputs the loss depends on, if all of these are coupled, else 0."""
-    edges, outputs = [GradientEdge(*one) for one in ends], list(ends.values())
-    with torch.enable_grad():
-        gradients = torch.autograd.grad(loss, edges, create_graph=True, allow_unused=True)
-        rows = [
-            (one.num_samples, _by_sample(of, one)) for of, one in zip(gradients, outputs, strict=True) if of is not None
-        ]
-    active, generator = _nonzero(rows, 0.0), torch.Generator().manual_seed(0)
+def _are_coupled(
+    rows: Sequence[tuple[int, Tensor]], active: set[_Sample], edges: Sequence[GradientEdge], outputs: Sequence[_Output]
+) -> bool:
+    """Whether second derivatives couple all samples whose outputs a loss depends on, given its gradients by sample."""
+    generator = torch.Generator().manual_seed(0)
     reached, followed = {min(active, default=(0, 0))}, set[_Sample]()
     while reached < active and len(followed) < _MAX_FOLLOWED and (left := reached - followed):
         number, index = sample = min(left)
@@ -199,12 +218,103 @@ def _number_coupled(loss: Tensor, ends: dict[_Edge, _Output]) -> int:
             continue
         # Of weights that are no constant ones, since gradients of logits add up to 0.
         chosen = [(one * torch.randn(one.shape, generator=generator).to(one)).sum() for one in own]
-        found = torch.autograd.grad(chosen, edges, retain_graph=True, allow_unused=True)
-        pairs = zip(found, outputs, strict=True)
-        reached |= active & _nonzero(
-            [(one.num_samples, _by_sample(of, one)) for of, one in pairs if of is not None], _TOLERANCE
-        )
-    return len(active) if reached >= active else 0
+        try:
+            found = torch.autograd.grad(chosen, edges, retain_graph=True, allow_unused=True)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, NotImplementedError):  # it has no second derivative
+            return False
+        reached |= active & _nonzero(_rows(found, outputs), _TOLERANCE)
+    return reached >= active
+
+
+def _bent_together(
+    nodes: Sequence[Node], loss: Tensor, ends: dict[_Edge, _Output], active: set[_Sample], least: int
+) -> str:
+    """How one of these functions puts samples together, at least so many and all that are active; "": none does.
+
+    What such a function takes together (one element; those along its dimension; pairs) is made of the outputs of the
+    samples that a gradient there reaches.
+    """
+    for node in nodes:
+        if not any(edge[0] is not None for edge in node.next_functions):
+            continue
+        name = node.name()
+        what = name.partition("Backward")[0].strip("_").lower()
+        if _OF_PAIRS.fullmatch(name):
+            one, several = _pairs(node, loss)
+            if len(_reached((node, 0), one, ends)) > 1 and _are_all(_reached((node, 0), several, ends), active, least):
+                return f"it has the distances of all samples to each other ({what})"
+            continue
+        for edge in cast("Sequence[_Edge]", [one for one in node.next_functions if one[0] is not None]):
+            weights = _zeros(edge)
+            if _CHOOSING.fullmatch(name):
+                # Unlike ones, as gradients of logits add up to 0.
+                lane = _lane(weights, node)
+                lane.copy_(torch.linspace(1, 2, lane.numel()).view(lane.shape))
+                text = f"it chooses among all samples ({what})"
+            elif weights.numel() == 1 and getattr(node, "_saved_max", None) is not None:
+                continue  # a guard against a loss that is too large
+            else:
+                weights.view(-1)[:1] = 1.0
+                text = f"a number of all samples together is limited, or its sign is taken off ({what})"
+            if _are_all(_reached(edge, weights, ends), active, least):
+                return text
+    return ""
+
+
+def _are_all(reached: set[_Sample], active: set[_Sample], least: int) -> bool:
+    return len(reached) >= least and reached >= active
+
+
+def _zeros(edge: _Edge) -> Tensor:
+    """Like the tensor whose gradient comes in at an edge."""
+    node, number = edge
+    like = getattr(node, INPUT_METADATA)[number]
+    return torch.zeros(tuple(like.shape), dtype=like.dtype, device=like.device)
+
+
+def _lane(argument: Tensor, node: Node) -> Tensor:
+    """The first elements of an argument that a function of it takes together: along its dimension, or all."""
+    dims = getattr(node, "_saved_dim", None)
+    dims = [dims] if isinstance(dims, int) else list(dims or range(argument.dim()))
+    # Torch saves a negative dimension as an unsigned number.
+    own = {(dim - 2**64 if dim >= 2**63 else dim) % max(argument.dim(), 1) for dim in dims}
+    return argument[tuple(slice(None) if dim in own else slice(0, 1) for dim in range(argument.dim()))]
+
+
+def _pairs(node: Node, loss: Tensor) -> tuple[Tensor, Tensor]:
+    """Of distances of pairs of rows: one that the loss depends on, and all of its row and of its column."""
+    (gradient,) = torch.autograd.grad(loss, [GradientEdge(node, 0)], retain_graph=True, allow_unused=True)
+    if gradient is None or not gradient.count_nonzero():
+        return _zeros((node, 0)), _zeros((node, 0))
+    used = (gradient != 0).to(gradient.dtype)
+    one, several = torch.zeros_like(used), torch.zeros_like(used)
+    last = [int(index) for index in used.nonzero()[-1]]
+    if len(last) == 1:  # of all pairs of one matrix's rows
+        one[last[0]] = 1.0
+        return one, used
+    *position, _ = last
+    column = int(used[tuple(position)].argmax())  # the first one: the last may be of a row to itself
+    one[tuple(position)][column] = 1.0
+    several[tuple(position)] = used[tuple(position)]
+    several[tuple(position[:-1])][..., column] += used[tuple(position[:-1])][..., column]
+    return one, several
+
+
+def _reached(edge: _Edge, weights: Tensor, ends: dict[_Edge, _Output]) -> set[_Sample]:
+    """The samples of whose outputs these elements at an edge are made."""
+    outputs = list(ends.values())
+    found = torch.autograd.grad(
+        [GradientEdge(*edge)], [GradientEdge(*one) for one in ends], [weights], retain_graph=True, allow_unused=True
+    )
+    return _nonzero(_rows(found, outputs), 0.0)
+
+
+def _rows(gradients: Sequence[Tensor | None], outputs: Sequence[_Output]) -> list[tuple[int, Tensor]]:
+    """The gradients of outputs by sample, each with the number of samples of its call."""
+    pairs = zip(gradients, outputs, strict=True)
+    return [(one.num_samples, _by_sample(of, one)) for of, one in pairs if of is not None]
 
 
 def _by_sample(gradient: Tensor, output: _Output) -> Tensor:

@@ -1,5 +1,6 @@
 """Losses that put samples together, and those that look like it."""
 
+import re
 import weakref
 
 import pytest
@@ -52,6 +53,57 @@ UNCOUPLED = {
     "rows of samples": lambda out: functional.cross_entropy(out.reshape(12, 2), torch.arange(12) % 2),
     "another dimension": lambda out: functional.cross_entropy(out.T, torch.arange(4)),
 }
+
+
+def _hard(out):
+    distances = torch.cdist(out, out)
+    same = _CLASSES[:, None] == _CLASSES
+    return (distances.where(same, 0).amax(1) - distances.where(~same, 9).amin(1) + 0.3).relu().mean()
+
+
+BENT = {
+    "free bits": (lambda out: out.square().mean(0).clamp(min=0.5).sum(), "limited"),
+    "flooding": (lambda out: (functional.cross_entropy(out, _CLASSES) - 0.1).abs() + 0.1, "limited"),
+    "hinge of means": (lambda out: (out[:, 0].mean() - out[:, 1].mean() + 1).relu(), "limited"),
+    "distances of means": (lambda out: (out - out.mean(0)).abs().mean(), "limited"),
+    "norm of a mean": (lambda out: out.mean(0).norm(p=1), "limited"),
+    "hardest": (lambda out: functional.cross_entropy(out, _CLASSES, reduction="none").topk(2).values.mean(), "chooses"),
+    "worst": (lambda out: functional.cross_entropy(out, _CLASSES, reduction="none").max(), "chooses"),
+    "median": (lambda out: out[:, 0].median(), "chooses"),
+    "sorted": (lambda out: (out.sort(0).values * torch.arange(6.0)[:, None]).sum(), "chooses"),
+    "largest of each class": (lambda out: out.max(0).values.sum(), "chooses"),
+    "quantile": (lambda out: out[:, 0].quantile(0.3), "chooses"),
+    "batch-hard triplets": (_hard, "chooses|distances"),
+    "distances": (lambda out: torch.cdist(out, out).mean(), "distances"),
+    "condensed distances": (lambda out: torch.pdist(out).mean(), "distances"),
+    "distances of two halves": (lambda out: torch.cdist(out[:3], out[3:]).mean(), ""),
+}
+STRAIGHT = {
+    "hinge": lambda out: functional.relu(1 - out[:, 0]).mean(),
+    "absolute values": lambda out: functional.l1_loss(out, torch.ones_like(out)),
+    "norms of samples": lambda out: out.norm(p=1, dim=1).mean() + out.norm(p=1),
+    "largest logit": lambda out: out.max(1).values.mean() + out.topk(2, -1).values.mean() + out.amax(dim=-1).mean(),
+    "triplets of calls": lambda out: functional.triplet_margin_loss(out, _model(-_ROWS), _model(_ROWS * 2)),
+    "distances to prototypes": lambda out: torch.cdist(out, torch.eye(4)).amin(1).mean(),
+    "distances of prototypes": lambda out: torch.cdist(torch.eye(4), out).mean(),
+    "distances of pairs": lambda out: torch.cdist(out[:3], out[3:]).diagonal().mean(),
+    "a guard": lambda out: functional.cross_entropy(out, _CLASSES).clamp(max=100.0),
+    "limited samples": lambda out: functional.cross_entropy(out, _CLASSES, reduction="none").clamp(0.1, 2).mean(),
+    "pairs' hinge": lambda out: (out[:3] - out[3:]).mean(1).clamp(min=0).mean(),
+}
+
+
+@pytest.mark.parametrize("name", BENT)
+def test_what_has_no_second_derivative_and_couples_all_samples(name):
+    loss_of, how = BENT[name]
+    if how:
+        assert re.search(how, _coupling(loss_of))
+    assert _coupling(loss_of, is_of_one_item=True) == ""
+
+
+@pytest.mark.parametrize("name", STRAIGHT)
+def test_what_has_no_second_derivative_and_couples_none(name):
+    assert _coupling(STRAIGHT[name]) == ""
 
 
 @pytest.mark.parametrize("name", COUPLED)
@@ -111,8 +163,7 @@ def test_a_function_of_the_script_is_not_asked_twice():
     assert _coupling(lambda out: Own.apply(out).mean().sqrt()) == ""
 
 
-def test_what_has_no_second_derivative_or_is_too_large_is_not_known(monkeypatch):
-    assert _coupling(lambda out: torch.cdist(out, out).mean()) == ""
+def test_what_is_too_large_is_not_known(monkeypatch):
     monkeypatch.setattr(loss_coupling, "MAX_ELEMENTS", 23)
     assert _coupling(_contrastive) == ""
 
@@ -121,7 +172,7 @@ def test_memory_that_runs_out_in_the_look_is_said(monkeypatch, caplog):
     def out_of_memory(*_, **__):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(loss_coupling, "_number_coupled", out_of_memory)
+    monkeypatch.setattr(loss_coupling, "_are_coupled", out_of_memory)
     assert _coupling(_contrastive) == ""
     assert "out of memory while a loss" in caplog.text
 

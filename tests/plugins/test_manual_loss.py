@@ -324,8 +324,23 @@ def _relativistic(out):
     return functional.softplus(made.mean() - real).mean()
 
 
+def _hardest(out):
+    return out.square().mean((1, 2)).topk(2).values.mean()
+
+
+def _limited(out):
+    return out.square().mean(0).clamp(min=0.1).mean()
+
+
+def _farthest(out):
+    return -torch.cdist(out.flatten(1), out.flatten(1)).amax(1).mean()
+
+
+COUPLED = [_in_batch, _standardised, _relativistic, _hardest, _limited, _farthest]
+
+
 @pytest.mark.parametrize("zero_stage", [0, 3])
-@pytest.mark.parametrize("loss_of", [_in_batch, _standardised, _relativistic, lambda out: out.square().mean().sqrt()])
+@pytest.mark.parametrize("loss_of", [*COUPLED, lambda out: out.square().mean().sqrt()])
 def test_a_loop_whose_loss_couples_samples_is_refused_on_every_replica(loss_of, zero_stage):
     for error in _refused(lambda model, replica: loss_of(model(_ROWS[:4])), zero_stage=zero_stage):
         assert "puts samples together" in error
