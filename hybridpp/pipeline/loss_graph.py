@@ -208,7 +208,8 @@ class _Walk:
             if numel == 1 and inner and (not sizes or (not self._is_open and _is_number(inner[0]))):
                 self(inner[0], factors, site)
             elif numel == 1 and self._is_open:  # of one element, every reduction is the same
-                self.terms.append(GraphTerm(node, math.nan))
+                number = _product(1, [*factors, *_over_samples(inner)])
+                self.terms.append(GraphTerm(node, number, is_of_elements=name in _MEANS))
             else:
                 self._reduction(node, name, inner, factors, site)
         elif hasattr(node, "_saved_reduction"):
@@ -232,10 +233,14 @@ class _Walk:
         parts = [] if self._is_open or len(inner) != 1 else _elements(inner[0], numel)
         if self._stacked(parts, [*factors, (numel, 1)] if is_mean else factors, site):
             return
-        added = [(node, ())] if self._is_open or len(inner) != 1 else _divided(node, inner[0], numel)
+        added = [(node, ())] if len(inner) != 1 else _divided(node, inner[0], numel)
+        if self._is_open:
+            added = [(node, _over_samples(inner))]
         self.names += [name] * (len(added) - 1)
+        adds_up = is_mean and any(one.name() == "SumBackward1" and _has_lost_samples(one) for one in _linear_in(inner))
         for one, own in added:
-            self._add(one, name, numel if is_mean else 1, [*factors, *own], site, is_of_elements=is_mean)
+            of_elements = is_mean and not adds_up
+            self._add(one, name, numel if is_mean else 1, [*factors, *own], site, is_of_elements=of_elements)
         if len(added) == 1 and not is_mean and not self._is_open:
             self._without_items(_masks(inner[0], numel) if len(inner) == 1 else [], numel)
 
@@ -252,7 +257,7 @@ class _Walk:
         constant = next((one for label in _FACTORS if isinstance(one := getattr(node, label, None), Tensor)), None)
         numel = 0 if constant is None else constant.numel()
         if self._is_open or len(inner) != 1 or constant is None or math.prod(_shape(inner[0])) != numel:
-            self._add(node, name, 1, factors, site)
+            self._add(node, name, 1, [*factors, *(_over_samples(inner) if self._is_open else ())], site)
             return
         parts = [one.times(constant, at, -1) for at, one in enumerate(_elements(inner[0], numel))]
         if self._stacked(parts, factors, site):
@@ -329,12 +334,8 @@ class _Walk:
             else:
                 self(rest, factors, site or Site(node, of_inputs=True))
             return
-        if len(inner) != 1 or (is_divisor and node.next_functions[0][0] is None):
-            self._unknown(node, name)
-            return
-        is_first = node.next_functions[0][0] is not None
-        factor = getattr(node, "_saved_other" if is_first else "_saved_self", None)
-        if factor is None or (isinstance(factor, Tensor) and factor.numel() != 1):
+        factor = _factor(node, name, inner)
+        if factor is None:
             self._unknown(node, name)
             return
         num_terms, num_names = len(self.terms), len(self.names)
@@ -345,6 +346,66 @@ class _Walk:
                 raise
             del self.terms[num_terms:], self.names[num_names:]
             self.terms.append(GraphTerm(node, 0.0))
+
+
+def _factor(node: Node, name: str, inner: Sequence[Node]) -> Any:
+    """The number that the one input of a product or quotient is multiplied with or divided by; None: there is none."""
+    is_first = node.next_functions[0][0] is not None
+    if len(inner) != 1 or (name in _DIVIDING and not is_first):
+        return None
+    factor = getattr(node, "_saved_other" if is_first else "_saved_self", None)
+    return None if isinstance(factor, Tensor) and factor.numel() != 1 else factor
+
+
+def _linear_in(inner: Sequence[Node]) -> Iterator[Node]:
+    """The nodes of one argument that a reduction is linear in, from the nearest on."""
+    for _ in range(_MAX_BELOW):
+        if len(inner) != 1:
+            return
+        (node,) = inner
+        yield node
+        if node.name() not in _KEEPING | _TURNING | _MULTIPLYING | _DIVIDING | _ADDING | _MEANS | _SUMS:
+            return
+        inner = [one for one, _ in node.next_functions if one is not None]
+
+
+def _over_samples(inner: Sequence[Node]) -> tuple[tuple[int, int], ...]:
+    """What a reduction's argument was divided by as means over samples, before other dimensions were reduced."""
+    found = [_mean_over_samples(node) for node in _linear_in(inner)]
+    return tuple((one, 1) for one in found if one is not None)
+
+
+def _divided_as_one(node: Node, num_rows: float, factors: tuple[tuple[Any, int], ...] = ()) -> list[GraphTerm]:
+    """What a loss is divided by as a whole, or each of the parts that it adds: a sum by a number, a mean by elements.
+
+    Inside of a sum that the script makes item by item, each item may be divided by a number of its own.
+
+    Args:
+        node: that made the loss, or a part.
+        num_rows: of the samples. A mean is over as many elements, over more of each row, or over chosen ones.
+        factors: that it has been divided by.
+    """
+    name = node.name()
+    inner = [one for one, _ in node.next_functions if one is not None]
+    if math.prod(_shape(node)) != 1 or is_of_parameters(node):
+        return []
+    if name in _KEEPING and len(inner) == 1:
+        return _divided_as_one(inner[0], num_rows, factors)
+    if name in _ADDING and not any(power > 0 for _, power in factors):
+        return [term for one in inner for term in _divided_as_one(one, num_rows, factors)]
+    if name in _MULTIPLYING | _DIVIDING and (factor := _factor(node, name, inner)) is not None:
+        return _divided_as_one(inner[0], num_rows, (*factors, (factor, 1 if name in _DIVIDING else -1)))
+    if name in _MEANS and not reduced_sizes_of(node) and len(inner) == 1:  # of a number
+        return _divided_as_one(inner[0], num_rows, factors)
+    if name in _MEANS:
+        sizes, over_samples = reduced_sizes_of(node), _over_samples(inner)
+        if sizes and sizes[0] == num_rows:
+            return [GraphTerm(node, num_rows)]
+        is_of_rows = bool(over_samples) or not sizes or sizes[0] % num_rows == 0 or num_rows in sizes
+        return [GraphTerm(node, _product(math.prod(sizes), over_samples), is_of_elements=is_of_rows)]
+    factors = (*factors, *(_over_samples(inner) if name in _SUMS else ()))
+    is_sum = name in _ADDING | _SUMS | _DOTS and any(power > 0 for _, power in factors)
+    return [GraphTerm(node, _product(1, factors) if is_sum else math.nan)]
 
 
 class LossComparison:
@@ -366,12 +427,14 @@ class LossComparison:
         self._without_items: list[int] = []
         # With whether the terms show one by one.
         self._read: list[tuple[int, list[_Reduced], bool]] = []
+        # Of a mean over samples that its terms do not show, what they are divided by as a whole.
+        self._divided: dict[int, list[_Reduced]] = {}
 
     def begin(self, form: LossForm | None, measured: Sequence[Measured | None] = ()) -> None:
         """Losses of micro-batches with these counts follow; ``form``: of each; None: nothing is compared."""
         self._form, self._measured = form, measured
         self.counts, self._read = [], []
-        self._products, self._without_items = {}, []
+        self._products, self._divided, self._without_items = {}, {}, []
 
     def has_products(self, microbatch: int, products: Sequence[Product | None]) -> None:
         """What the terms of a micro-batch's loss are divided by, of which it may have others than the form."""
@@ -390,7 +453,14 @@ class LossComparison:
         else:
             walk = _Walk(is_open=True)
             walk(loss.grad_fn, ())
-            self._read.append((microbatch, [self._reduced(*term[1:4]) for term in walk.terms], not walk.has_stack))
+            # Of several terms, one that reduces one element may be that of a sample that has one.
+            terms = [
+                term if term.kind or len(walk.terms) == 1 else term._replace(num_items=math.nan) for term in walk.terms
+            ]
+            self._read.append((microbatch, [self._reduced(*term[1:4]) for term in terms], not walk.has_stack))
+            if self._form is not None and self._form.is_of_samples:
+                parts = _divided_as_one(loss.grad_fn, counts.used[0])
+                self._divided[microbatch] = [self._reduced(*term[1:4]) for term in parts]
         return loss, None
 
     def _reduced(self, count: float | Tensor, kind: str, is_of_elements: bool) -> "_Reduced":
@@ -437,13 +507,37 @@ class LossComparison:
                 first = ratios.setdefault((len(terms), index), ratio)
                 if not math.isclose(ratio, first, rel_tol=_TOLERANCE) and not math.isnan(ratio + first):
                     return LossReduction.UNCOUNTED if is_first else LossReduction.CHANGED, 0.0
-                if not (terms[index].is_of_elements and form.is_of_rows(product)):
+                is_of_rows = ratio > 1 and ratio.is_integer()
+                if not (is_of_rows and terms[index].is_of_elements and form.is_of_rows(product)):
                     # Else rows may be of another length on each replica.
                     total += (index + 1) * ratio
             is_complete &= math.isfinite(total)
+        is_complete &= len({number for number, _ in ratios}) == 1
+        if self._divided:
+            is_equal, total = self._compare_divisors([one for one, *_ in read], counts)
+            is_complete = math.isfinite(total)
+            if not is_equal:
+                return LossReduction.UNCOUNTED if is_first else LossReduction.CHANGED, 0.0
         form.kinds.update(found)
         form.numbers_of_terms.update(number for number, _ in rows)
-        return LossReduction.MEAN, total if is_complete and len({number for number, _ in ratios}) == 1 else 0.0
+        return LossReduction.MEAN, total if is_complete else 0.0
+
+    def _compare_divisors(self, microbatches: Sequence[int], counts: Sequence[float]) -> tuple[bool, float]:
+        """Whether losses of as many samples are divided alike; and a number that all replicas must have, or 0."""
+        known: dict[tuple[float, int, int], float] = {}
+        total = 0.0
+        for microbatch in microbatches:
+            own, parts = self._measured[microbatch], self._divided[microbatch]
+            assert own is not None, "else its loss was not read"
+            total = 0.0
+            for index, part in enumerate(parts):
+                number = part.value(counts)
+                first = known.setdefault((own.used[0], len(parts), index), number)
+                if not math.isclose(number, first, rel_tol=_TOLERANCE) and not math.isnan(number + first):
+                    return False, 0.0
+                if not part.is_of_elements:  # else rows may be of another length on each replica
+                    total += (index + 1) * number / own.used[0]
+        return True, total
 
 
 class _Reduced(NamedTuple):
@@ -646,12 +740,35 @@ def _divided(node: Node, inner: Node, numel: int) -> list[tuple[Node, tuple[tupl
         if len(following) != 1:
             break
         constant = _constant_of(inner, name)
-        if constant is not None and _is_for_all(constant, numel):
+        if name in ("MeanBackward1", "SumBackward1"):
+            of_samples = _mean_over_samples(inner)
+            factors += [] if of_samples is None else [(of_samples, 1)]
+            numel = math.prod(_shape(following[0]))
+        elif constant is not None and _is_for_all(constant, numel):
             factors.append((constant, 1 if name in _DIVIDING else -1))
         elif not (name in _KEEPING or name in _TURNING or name in _MULTIPLYING or name in _ADDING):
             break
         inner = following[0]
     return [(node, tuple(factors))]
+
+
+def _mean_over_samples(node: Node) -> int | None:
+    """Over how many elements a node makes means that have lost the first dimension, that of samples; None: it does not.
+
+    Means over other dimensions have one element for each sample.
+    """
+    if node.name() != "MeanBackward1" or not _has_lost_samples(node):
+        return None
+    return math.prod(reduced_sizes_of(node)) // max(math.prod(_shape(node)), 1)
+
+
+def _has_lost_samples(node: Node) -> bool:
+    """Whether a mean or sum over some dimensions is one over the first."""
+    sizes: Sequence[int] = reduced_sizes_of(node)
+    dims: Sequence[int] = getattr(node, "_saved_dim", ())
+    # Torch saves a negative dimension as an unsigned number.
+    is_over = any((dim - 2**64 if dim >= 2**63 else dim) % max(len(sizes), 1) == 0 for dim in dims)
+    return is_over and len(sizes) > len(dims)
 
 
 def _is_for_all(constant: Any, numel: int) -> bool:

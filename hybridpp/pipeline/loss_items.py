@@ -601,6 +601,11 @@ class LossForm:
         """Whether it is a sum over samples."""
         return self.products == ((),)
 
+    @property
+    def is_of_samples(self) -> bool:
+        """Whether it is taken for a mean over samples, though its terms do not show."""
+        return not self.of_terms and self.products == (((0, -1),),) and self.is_of_rows(self.products[0])
+
     def is_of_rows(self, product: Product) -> bool:
         """Whether a product is made of numbers of samples alone."""
         return all(self.counts[index].function is _rows for index, _ in product)

@@ -90,6 +90,52 @@ def test_losses_are_compared_by_their_reductions_and_their_divisors():
     assert compared(_X[:2].sum() / 3, _X[:4].sum() / 2) == (LossReduction.UNCOUNTED, 0.0)
     assert compared(3 * _X[:2].sum() / 2, _X[:4].sum() / 4 * 3 + 1) == (LossReduction.MEAN, pytest.approx(1 / 3))
     assert compared(_X[:2].sum() / 2, _X[:4].sum() / 4) == (LossReduction.MEAN, 1)
-    assert compared(_X[:1, :1].mean(), _X[:4].sum() / 4) == (LossReduction.MEAN, 0)
-    others = [_X[:2].sum() / 1, _X[:2].sum(), _X[:2].mean(), (_X[:2].sum() / 2).sqrt()]
+    # Of one element, every reduction is the same, and what it is divided by may have been reduced before.
+    assert compared(_X[:1, :1].mean() / 2, _X[:4].sum() / 4) == (LossReduction.MEAN, 1)
+    one = _X[:1, :1].mean()
+    others = [_X[:2].sum() / 1, _X[:2].sum(), _X[:2].mean(), (_X[:2].sum() / 2).sqrt(), one, _X[:1].mean(1).mean()]
     assert {compared(one, _X[:4].sum() / 4)[0] for one in others} == {LossReduction.CHANGED}
+
+
+_ROWS = (((0, -1),),)
+
+
+def test_means_over_samples_before_those_of_others_count_samples():
+    def compared(loss_of):
+        comparison, form = LossComparison(), LossForm(counts=LossForm.of_rows().counts, products=_ROWS, of_terms=_ROWS)
+        comparison.begin(form, [Measured((2.0,), (2.0,)), Measured((4.0,), (4.0,))])
+        for number, rows in enumerate((_X[:2], _X[:4])):
+            comparison.inspect(number, loss_of(rows))
+        return comparison.close([1.0] * 2, [])
+
+    weights = torch.ones(_X.shape[1])
+    assert compared(lambda x: x.mean(0, keepdim=True).mean(1)) == (LossReduction.MEAN, 0)
+    assert compared(lambda x: x.mean(-2).mean()) == (LossReduction.MEAN, 0)
+    assert compared(lambda x: (-x.mean(0) * weights + 1).sum()) == (LossReduction.MEAN, 1)
+    assert compared(lambda x: x.mean(0) @ weights) == (LossReduction.MEAN, 1)
+    assert compared(lambda x: x.sum(0).mean())[0] is LossReduction.UNCOUNTED
+
+
+def test_losses_taken_for_means_over_samples_are_compared_as_a_whole():
+    comparison = LossComparison()
+
+    def compared(*losses, rows=(2.0, 2.0)):
+        comparison.begin(LossForm.of_rows(), [Measured((one,), (one,)) for one in rows])
+        for number, loss in enumerate(losses):
+            comparison.inspect(number, loss)
+        return comparison.close([1.0] * len(losses), [])
+
+    def items(first, last):
+        return sum(_X[row].sum() / (row + 1) for row in range(first, last)) / (last - first)
+
+    assert compared(_X[:2].sum() / 3, _X[2:4].sum() / 4) == (LossReduction.UNCOUNTED, 0.0)
+    assert compared(_X[:3].mean(), _X[2:4].mean()) == (LossReduction.UNCOUNTED, 0.0)
+    assert compared(_X[0].mean() + items(0, 2), _X[1].mean() + items(0, 3)) == (LossReduction.UNCOUNTED, 0.0)
+    assert compared((_X[0].sum() + _X[1].sum()) / 3, (_X[2].sum() + _X[3].sum()) / 2)[0] is LossReduction.UNCOUNTED
+    assert compared(items(0, 2), items(2, 4)) == (LossReduction.MEAN, 1)
+    assert compared(_X[:3, 0].mean(), rows=(2.0,)) == (LossReduction.MEAN, 1.5)  # chosen ones
+    assert compared(3 * _X[:2].mean(), 2 * _X[2:4].mean().mean()) == (LossReduction.MEAN, 1)
+    assert compared(_X[:2].flatten().mean()) == (LossReduction.MEAN, 0)  # rows may be longer elsewhere
+    assert compared(_X[:3].mean(0).mean(), _X[:2].mean(0).mean(), rows=(3.0, 2.0)) == (LossReduction.MEAN, 0)
+    assert compared(-_X[:3].sum() / 3, -_X[:2].sum() / 2, rows=(3.0, 2.0)) == (LossReduction.MEAN, 1)
+    assert compared(_X[:3].std().sqrt(), _X[:2].std().sqrt()) == (LossReduction.MEAN, 0)

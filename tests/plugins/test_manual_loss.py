@@ -151,6 +151,24 @@ def test_backward_weighs_replicas_by_targets_that_count(zero_stage):
 
 @pytest.mark.parametrize(
     "loss_of",
+    [
+        lambda x: x.mean(0).mean(),
+        lambda x: x.mean(0).sum(),
+        lambda x: x.mean(-3).mean(0).sum() / 5,
+        lambda x: x.mean(0, keepdim=True).sum(-1).mean(),
+        lambda x: (3 * x.mean(0) * torch.arange(5.0) - 1).mean(),
+        lambda x: x.mean(0).flatten() @ torch.arange(35.0),
+        lambda x: -x.sum(0).mean() / len(x),
+        lambda x: x.mean(1).mean(0).mean() + x.mean((0, 2)).sum(),
+        lambda x: x.mean(1).mean(1).mean(),
+    ],
+)
+def test_means_over_samples_may_come_before_those_of_other_dimensions(loss_of):
+    _check(lambda logits, _: loss_of(logits.square()), [_TARGETS])
+
+
+@pytest.mark.parametrize(
+    "loss_of",
     [_masked, _fused, _two_terms, _negative, _smoothed, _of_samples, _stacked, _stacked_dot, _einsum, _divided_before],
 )
 def test_backward_weighs_each_term_by_what_it_is_a_mean_over(loss_of):
@@ -260,7 +278,13 @@ def test_equal_numbers_of_items_change_no_bit(monkeypatch):
 
 @pytest.mark.parametrize("sizes", [_SPLIT, (3, 3)])
 @pytest.mark.parametrize(
-    "loss_of", [lambda out: _Opaque.apply(out.mean()), torch.sum, lambda out: sum(out.sum(1).sum(1))]
+    "loss_of",
+    [
+        lambda out: _Opaque.apply(out.mean()),
+        torch.sum,
+        lambda out: sum(out.sum(1).sum(1)),
+        lambda out: out.sum(0).mean(),
+    ],
 )
 def test_an_unknown_loss_is_named_once_whatever_the_sizes_of_batches(loss_of, sizes, monkeypatch):
     said = []

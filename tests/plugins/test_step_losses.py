@@ -1537,3 +1537,115 @@ def test_stacked_terms_with_learned_factors_count_each_by_its_own(settings):
         found = train(Tasks, batches, criterion=criterion, **settings)
         for parameter, value in model.named_parameters():
             torch.testing.assert_close(found["gradients"][parameter], value.grad, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def _boxes(counts):
+    generator = torch.Generator().manual_seed(sum(counts))
+    targets = [{"boxes": torch.rand(number, 4, generator=generator)} for number in counts]
+    return {"input": torch.randn(len(counts), 8, generator=generator), "targets": targets}
+
+
+def _lists(o, i):
+    return [(row - one["boxes"]).abs().sum(1) for row, one in zip(o, i["targets"], strict=True)]
+
+
+def _of_all(o, i):
+    lists = _lists(o, i)
+    return sum(one.sum() for one in lists) / max(sum(map(len, lists)), 1)
+
+
+def _hard(o, i):
+    losses = F.softplus(o[:, 0])
+    hard = losses > 0.02
+    return (losses * hard).sum() / max(hard.sum().item(), 1)
+
+
+def _hard_in_tensors(o, i):
+    losses = F.softplus(o[:, 0])
+    hard = losses > 0.02
+    return losses[hard].mean() if hard.any() else (losses * 0).sum()
+
+
+def _detector():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+
+
+def _with_outputs(values):
+    """Inputs for which the detector's first output has about these values."""
+    inputs = torch.zeros(len(values), 8, requires_grad=True)
+    optimizer, model = torch.optim.Adam([inputs], lr=5.0), _detector()
+    for _ in range(200):
+        optimizer.zero_grad()
+        F.smooth_l1_loss(model(inputs)[:, 0], torch.tensor(values, dtype=torch.float)).backward()
+        optimizer.step()
+    return inputs.detach()
+
+
+_ALIKE, _UNLIKE = [1] * 8, [1, 1, 1, 1, 4, 3, 4, 2]
+# Five of these are hard, one of which is in the second half.
+_EASY = _boxes(_ALIKE) | {"input": _with_outputs([0, 0, 0, 0, -99, 0, -99, -99])}
+_BOXES = {"num_microbatches": 2, "batch_dims": {"targets": "list"}}
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "later"),
+    [
+        (_of_all, _boxes(_UNLIKE)),
+        (lambda o, i: torch.cat(_lists(o, i)).mean(), _boxes(_UNLIKE)),
+        (lambda o, i: torch.stack([one for of in _lists(o, i) for one in of]).mean(), _boxes(_UNLIKE)),
+        (_hard, _EASY),
+        (_hard_in_tensors, _EASY),
+    ],
+)
+@pytest.mark.parametrize(("num_microbatches", "dp_size"), [(2, 1), (1, 2)])
+def test_a_loss_that_the_first_step_shows_as_a_mean_over_samples(loss_of, later, num_microbatches, dp_size):
+    """By chance: each sample has one box, or is a hard one."""
+    settings = _BOXES | {"num_microbatches": num_microbatches}
+
+    def run():
+        booster, model, optimizer = boosted(_detector(), sgd, _boxes([1]), **settings)
+        replica = booster.plugin.layout.here.dp
+
+        def step(given):
+            batch = {
+                name: one[replica * len(one) // dp_size : (replica + 1) * len(one) // dp_size]
+                for name, one in given.items()
+            }
+            booster.execute_pipeline(iter([batch]), model, loss_of, optimizer)
+            optimizer.step()
+
+        step(_boxes(_ALIKE))
+        with pytest.raises(ConfigError, match=r"is made in another way|cannot be counted"):
+            step(later)
+
+    Loopback(dp_size).run(run)
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        lambda o, i: torch.stack([one.mean() for one in _lists(o, i)]).mean(),
+        lambda o, i: sum(one.sum() / len(one) for one in _lists(o, i)) / len(o),
+        lambda o, i: o.square().mean(0).mean(),
+    ],
+)
+def test_means_over_the_items_of_each_sample_are_means_over_samples(loss_of):
+    given = [_boxes(_UNLIKE), _boxes(_ALIKE), _boxes([2, 2, 2, 2, 5, 5, 5])]
+    losses = []
+
+    def run():
+        booster, model, optimizer = boosted(_detector(), sgd, _boxes([1]), **_BOXES)
+        for one in given:
+            losses.append(booster.execute_pipeline(iter([one]), model, loss_of, optimizer)["loss"].item())
+            optimizer.step()
+
+    Loopback(1).run(run)
+    model = _detector()
+    optimizer = sgd(model.parameters())
+    for one, found in zip(given, losses, strict=True):
+        optimizer.zero_grad()
+        loss = loss_of(model(one["input"]), one)
+        loss.backward()
+        optimizer.step()
+        assert found == pytest.approx(loss.item(), rel=1e-5)
