@@ -23,13 +23,14 @@ from hybridpp.pipeline.criterion_form import (
     name_of,
     second_argument,
 )
+from hybridpp.pipeline.criterion_state import numbers_of
 from hybridpp.pipeline.forward_signature import ForwardSignature, describe_arguments
 from hybridpp.pipeline.loss_items import LossForm
 from hybridpp.pipeline.read_entries import ReadEntries
 from hybridpp.pipeline.selected_inputs import InputSelection, with_selection
 from hybridpp.pipeline.step import PipelineStep, StepResult
 
-FoundForms: TypeAlias = dict[Any, tuple[Any, LossForm]]
+FoundForms: TypeAlias = dict[Any, tuple[Any, LossForm, list[int | float]]]
 """By criterion, by training or evaluation, and by what a batch has: the criterion, and the form of its loss."""
 
 # Criteria that a script makes anew at every step would fill the memory.
@@ -49,6 +50,7 @@ class CriterionAdapter:
         signature: of the model's forward.
         loss_reduction: what criteria return that do not say it themselves; None: unknown.
         forms: what the losses of criteria were found to be means over, of all criteria of a model.
+        model: that may compute the loss.
 
     Attributes:
         criterion: as given.
@@ -69,7 +71,9 @@ class CriterionAdapter:
         signature: ForwardSignature,
         loss_reduction: str | None = None,
         forms: "FoundForms | None" = None,
+        model: nn.Module | None = None,
     ):
+        self._model = model
         self._forms = {} if forms is None else forms
         self.criterion = criterion
         self.identity: Any = getattr(criterion, "__code__", criterion)
@@ -107,6 +111,23 @@ class CriterionAdapter:
         """Note what its loss is a mean over."""
         self._keep((self.key, training, has_total), form)
 
+    def has_other_numbers(self, training: bool, has_total: bool) -> bool:
+        """Whether plain numbers of which its items depend are others than when :meth:`form` was found, or last asked.
+
+        They are those that it holds, or the model that computes its loss.
+        """
+        found = self._forms.get((self.key, training, has_total))
+        if found is None or not found[1].holds_numbers:
+            return False
+        numbers, before = self._held_numbers(found[1]), list(found[2])
+        found[2][:] = numbers
+        return numbers != before
+
+    def _held_numbers(self, form: LossForm) -> list[int | float]:
+        if not form.holds_numbers:
+            return []
+        return numbers_of(self.criterion, *([self._model] if form.in_model else []))
+
     def reported_form(self, training: bool, has_total: bool) -> LossForm | None:
         """As :meth:`form`, of a loss that was not checked, because nothing but what is reported depends on it."""
         held = self._forms.get((self.key, training, has_total, "reported"))
@@ -118,7 +139,7 @@ class CriterionAdapter:
 
     def _keep(self, key: Any, form: LossForm) -> None:
         # With the criterion, whose key may be its id.
-        self._forms[key] = self.criterion, form
+        self._forms[key] = self.criterion, form, self._held_numbers(form)
         while len(self._forms) > _MAX_FORMS:
             del self._forms[next(iter(self._forms))]
 
@@ -315,7 +336,9 @@ class SignatureCache:
         if criterion is None:
             return self._signature if self._criterion is None else self._criterion.without_loss()
         if self._criterion is None or not self._criterion.is_of(criterion):
-            self._criterion = CriterionAdapter(criterion, self._signature, self._loss_reduction, self._forms)
+            self._criterion = CriterionAdapter(
+                criterion, self._signature, self._loss_reduction, self._forms, self._model
+            )
         return self._criterion
 
 

@@ -32,6 +32,22 @@ def may_keep(criterion: Any) -> bool:
     )
 
 
+def numbers_of(*holders: Any) -> list[int | float]:
+    """The plain numbers that criteria (or modules) hold, in the places that :func:`unchanged` sees."""
+    found: list[int | float] = []
+    seen = set[int]()
+    for one in holders:
+        for holder in _holders(one, _MOST_LEVELS, seen):
+            held: list[Any] = []
+            if isinstance(holder, FunctionType):
+                held += [holder.__globals__.get(name) for name in holder.__code__.co_names]
+                held += [cell.cell_contents for cell in holder.__closure__ or () if _is_filled(cell)]
+            else:
+                held += vars(holder).values()
+            found += [value for value in held if isinstance(value, int | float) and not isinstance(value, bool)]
+    return found
+
+
 @contextmanager
 def unchanged(criterion: Any) -> Iterator[Callable[[], list[str]]]:
     """A context in which a criterion computes with copies of its state, which are dropped at the end.

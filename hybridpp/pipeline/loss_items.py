@@ -312,6 +312,11 @@ _RESIZING = frozenset(["view", "reshape", "expand", "repeat", "unflatten", "spli
 # What they compare with, and the indices that they get, tell groups of samples apart.
 _COMPARING = frozenset(["eq", "ne", "lt", "le", "gt", "ge", "isin"])
 _INDEXING = frozenset(["getitem", "select", "row_of", "entry_of"])
+# Their plain numbers are no sizes, dimensions or indices.
+_COMPUTING_NAMES = """
+    pow rpow mul rmul multiply div truediv rtruediv divide true_divide add radd sub rsub exp2 clamp lerp
+"""
+_COMPUTING = frozenset(_COMPUTING_NAMES.split())
 # Constants of more elements are not told apart.
 _MAX_SIGNED = 64
 
@@ -600,6 +605,17 @@ class LossForm:
     def is_sum(self) -> bool:
         """Whether it is a sum over samples."""
         return self.products == ((),)
+
+    @cached_property
+    def holds_numbers(self) -> bool:
+        """Whether what it counts depends on plain numbers of the script's, which it may change: powers, thresholds."""
+        pending = list(self.counts)
+        for one in pending:  # which grows
+            kinds = (int, float) if _label(one.function) in _COMPUTING else (float,)
+            if any(type(value) in kinds for value in (*one.args, *one.kwargs.values())):
+                return True
+            pending += one._inner()
+        return False
 
     @property
     def is_of_samples(self) -> bool:

@@ -383,7 +383,11 @@ class Engine(EngineParts):
         # Without gradients there is no graph to compare: evaluations 2, 4, 8 and so on are watched again.
         number = self.progress.num_evaluations + 1
         looks_again = not (training or is_declared or number & (number - 1))
-        looks_again = looks_again and form is not None and form.shows_divisors
+        # Numbers that the script has changed may be in what is counted: no graph shows these.
+        has_others = isinstance(called, CriterionAdapter) and called.has_other_numbers(training, batch.has_total)
+        looks_again = (looks_again or (has_others and not is_declared and (not training or is_compared))) and (
+            form is not None and form.shows_divisors
+        )
         if not self._has_losses or not isinstance(called, CriterionAdapter) or not (is_watched or looks_again):
             return None
         # A compiler that the script has called would trace what watches.

@@ -1649,3 +1649,45 @@ def test_means_over_the_items_of_each_sample_are_means_over_samples(loss_of):
         loss.backward()
         optimizer.step()
         assert found == pytest.approx(loss.item(), rel=1e-5)
+
+
+class Prioritised:
+    """Importance weights that are normalised, with a power that a script anneals, and a factor of another term."""
+
+    def __init__(self, power):
+        self.power, self.factor = power, 0.1
+
+    def __call__(self, o, i):
+        weights = i["targets"] ** -self.power
+        return (weights / weights.mean() * o.square().sum(1)).mean() + self.factor * o.abs().mean()
+
+
+def _priorities():
+    return _boxes(_ALIKE) | {"targets": torch.arange(1.0, 9)}
+
+
+@pytest.mark.parametrize("power", [0.4, 1])
+@pytest.mark.parametrize(("num_microbatches", "dp_size"), [(2, 1), (1, 2)])
+def test_a_number_that_items_depend_on_may_not_change(power, num_microbatches, dp_size):
+    def run():
+        settings = {"num_microbatches": num_microbatches}
+        booster, model, optimizer = boosted(_detector(), sgd, _boxes([1]), **settings)
+        batch = replica_part(_priorities(), booster.plugin.layout.here.dp, dp_size)
+        criterion = Prioritised(power)
+        for _ in range(2):
+            booster.execute_pipeline(iter([batch]), model, criterion, optimizer)
+            criterion.factor *= 2
+        criterion.power += 1
+        with pytest.raises(ConfigError, match="is made in another way than in the criterion's first step"):
+            booster.execute_pipeline(iter([batch]), model, criterion, optimizer)
+        optimizer.zero_grad()
+        loss = booster.execute_pipeline(iter([batch]), model, Prioritised(criterion.power), optimizer)["loss"]
+        return float(loss), gradients_of(booster, model)
+
+    model = _detector()
+    loss = Prioritised(power + 1)(model(_priorities()["input"]), _priorities())
+    loss.backward()
+    found = Loopback(dp_size).run(run)
+    if dp_size == 1:
+        assert found[0][0] == pytest.approx(loss.item(), rel=1e-5)
+    assert_near(found[0][1], {name: one.grad for name, one in model.named_parameters()})
