@@ -105,6 +105,8 @@ class GradientBuckets:
         # What other ranks have reached, too, when gradients were reduced last; None: not since the sums began.
         self._used_anywhere: ReachedFlags | None = None
         self.cleared: set[str] = set()
+        # Gradients that the script has set to zeros, not None.
+        self._zeros: set[str] = set()
         self._scattered = ScatteredSums(self._accumulator.buckets, layout.index, group)
         self._reduction = self._make_reduction()
         self._names_of_unit: defaultdict[int, list[str]] = defaultdict(list)
@@ -220,7 +222,10 @@ class GradientBuckets:
         if self._state is _State.CONSUMED:
             self.zero()
         else:
-            self._used -= self._accumulator.dropped()
+            dropped = self._accumulator.dropped()
+            self._used -= dropped
+            self._zeros -= dropped
+        self._used |= {name for name in self._zeros if self.parameters[name].requires_grad}
         self._hooks.enable()
         self.cleared.clear()
         if self._state is _State.REDUCED:
@@ -251,6 +256,7 @@ class GradientBuckets:
         for name in names & views.keys():
             views[name].zero_()
         self._used -= names
+        self._zeros -= names
 
     def end_backward(self) -> None:
         """After a backward pass, before the next: add the gradients that it left in small parameters."""
@@ -449,6 +455,7 @@ class GradientBuckets:
                 self.cleared.discard(name)
             else:
                 self._used.discard(name)
+                self._zeros.discard(name)
                 if self._state is _State.REDUCED:
                     self.cleared.add(name)
 
@@ -523,6 +530,16 @@ class GradientBuckets:
         self._used_anywhere = None
         self.cleared.clear()
         self._state, self._version = _State.LOCAL, self.version
+
+    def clear(self, set_to_none: bool) -> None:
+        """Drop all gradients as a script does: without ``set_to_none``, those that were there are 0 in the next step.
+
+        So an optimizer updates their parameters by momentum and decay, whether a pass reaches them or not, until they
+        are dropped with ``set_to_none``.
+        """
+        kept = set() if set_to_none else self._zeros | (self.parameters.keys() - set(self.unused_parameters()))
+        self.zero(set_to_none)
+        self._zeros = kept
 
     def written(self) -> list[str]:
         """Parameters whose gradients the script has set since they were used or dropped; without passes since then."""

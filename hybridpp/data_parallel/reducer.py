@@ -119,6 +119,9 @@ class GradientReducer(Protocol):
     def zero(self, set_to_none: bool = True) -> None:
         """Drop all gradients; exposed ``parameter.grad`` become None, or zeros unless ``set_to_none``."""
 
+    def clear(self, set_to_none: bool) -> None:
+        """Drop all gradients as a script does; without ``set_to_none``, those that were there are 0 in the next one."""
+
     def written(self) -> Collection[str]:
         """Parameters whose gradients the script has set since they were used or dropped; without passes since then."""
 

@@ -12,6 +12,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from hybridpp.cluster import get_dist_logger
 from hybridpp.config import LossScaleConfig
 from hybridpp.errors import ConfigError
 from hybridpp.nn.counted_parameter import CountedParameter
@@ -61,6 +62,8 @@ class MasterWeights:
         self.are_copies = are_copies
         hosted = {name: master for name, master in self.masters.items() if name in on_host}
         self.transfer = HostTransfer(hosted) if hosted else None
+        # Of an optimizer's state, of weights that the model does not have.
+        self._saved: dict[str, Tensor] = {}
         self._versions: dict[str, int] = {}
         self._versions_of_masters: dict[str, int] = {}
         # None: weights are there only where the library knows what is written to them.
@@ -141,10 +144,28 @@ class MasterWeights:
         for name in written:
             master = self.masters[name]
             working = self._parts_of_weights[name](weights[name]).to(master.device)
-            master.copy_(torch.where(master.to(working.dtype) == working, master, working))
+            saved = self._saved[name].to(master.device) if name in self._saved else None
+            if saved is not None and torch.equal(saved.to(working.dtype), working):
+                master.copy_(self._saved.pop(name))
+            else:
+                master.copy_(torch.where(master.to(working.dtype) == working, master, working))
         self._note_versions()
         if watch is not None and is_watched and not in_step:
             watch.note(self._working())
+
+    def take_saved(self, saved: Mapping[str, Tensor]) -> None:
+        """Take saved masters where the model's weights are these masters, rounded: now, or once they have been loaded.
+
+        A state of the optimizer does not change weights; see :meth:`drop_saved`.
+        """
+        self._saved = dict(saved)
+        self._versions.update(dict.fromkeys(self.masters, -1))  # compare all
+        self.copy_from_model()
+
+    def drop_saved(self) -> list[str]:
+        """Forget saved masters that were not taken; returns their names."""
+        names, self._saved = list(self._saved), {}
+        return names
 
     def rounds_to(self, name: str, value: Tensor) -> bool:
         """Whether the master is ``value``, apart from rounding to the dtype of ``value``."""
@@ -153,6 +174,7 @@ class MasterWeights:
     @torch.no_grad()
     def set(self, name: str, value: Tensor) -> None:
         """Set one master, and its weight to the rounded value, from a tensor of the parameter's shape."""
+        self._saved.pop(name, None)
         self.masters[name].copy_(self._parts[name](value))
         whole_or_piece = value if self._parts_of_weights is self._parts else self._parts[name](value)
         self._model_weights[name].copy_(whole_or_piece)
@@ -302,6 +324,13 @@ class ReplicatedTarget:
         """Take over weights of the model that the script has written to; see :meth:`MasterWeights.copy_from_model`."""
         self.take_over(before_update=before_update)
         self._masters.copy_from_model(in_step=in_step)
+        if before_update and (others := self._masters.drop_saved()):
+            get_dist_logger().warning(
+                f"the optimizer's state was saved with other weights than the model has ({', '.join(others[:3])}"
+                f"{', ...' if len(others) > 3 else ''}): the model's stay, with their fp32 copies. To go on with the "
+                "weights of that time, load these, too (booster.load_model).",
+                ranks=[0],
+            )
 
     @contextmanager
     def lent(self, gradients: Mapping[str, Tensor], unused: Collection[str]) -> Iterator[None]:

@@ -523,7 +523,7 @@ class AccumulatedGradients:
             self._used = _UsedGradients(self.cached_norm, self._reducer.gradients if self.cached_norm is None else {})
         elif self.num_passes:
             self._used = None
-        self._reducer.zero(set_to_none)
+        self._reducer.clear(set_to_none)
         self.start_round()
         self.cached_norm, self._is_unscaled = None, False
 

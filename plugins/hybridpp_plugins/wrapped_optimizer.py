@@ -141,8 +141,9 @@ class WrappedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from a ``state_dict`` of the same rank of the same layout (the number of replicas may differ).
 
-        Accumulated gradients are dropped. As in torch, tensors of ``state_dict`` that need no conversion are used, not
-        copied: pass a copy if it is to be loaded again.
+        Weights stay as they are. In half precision, the saved fp32 copies are taken where weights are these, rounded,
+        now or once they are loaded, before the next step. Accumulated gradients are dropped. As in torch, tensors of
+        ``state_dict`` that need no conversion are used, not copied: pass a copy if it is to be loaded again.
 
         Collective: all ranks.
 
@@ -156,9 +157,7 @@ class WrappedOptimizer(Optimizer):
         if self._masters.are_copies:
             self._masters.copy_from_model()
         else:
-            for name, master in self._masters.masters.items():
-                master.copy_(state_dict["masters"][name])
-            self._masters.copy_to_model()
+            self._masters.take_saved(state_dict["masters"])
         if moment is None:
             get_dist_logger().warning(
                 "this optimizer state was saved by an older version, without the run's progress and without its rank: "

@@ -191,6 +191,36 @@ def test_masters_keep_their_precision_whichever_is_loaded_first(tmp_path, kind):
     assert_same_run(resumed.everything(), wanted)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"precision": "bf16"},
+        {"precision": "bf16", "zero_stage": 1, "dp_size": 2},
+        {"precision": "fp16", "zero_stage": 2, "dp_size": 2},
+    ],
+)
+def test_a_state_of_the_optimizer_alone_leaves_the_weights_alone(settings, caplog):
+    """As in torch: a script starts the moments again from those of an earlier step."""
+
+    def run():
+        one = Run(0, dropout=0.0, **settings)
+        one.steps([0])
+        state = copy.deepcopy(one.optimizer.state_dict())
+        one.steps([1])
+        before = {name: weight.clone() for name, weight in one.model.state_dict().items()}
+        held = one.booster.plugin._engine(one.model).masters.masters
+        masters = {name: master.clone() for name, master in held.items()}
+        one.optimizer.load_state_dict(state)
+        assert_same(one.model.state_dict(), before)
+        assert_same(held, masters)
+        one.steps([2])
+
+    Loopback(settings.get("dp_size", 1)).run(run)
+    texts = [one.getMessage() for one in caplog.records if "saved with other weights" in one.getMessage()]
+    assert len(texts) == ("precision" in settings)
+
+
 @pytest.mark.parametrize("order", ["optimizer first", "scheduler first", "optimizer alone"])
 def test_the_lr_schedule_does_not_advance_at_a_skipped_step_before_a_save(order):
     """Saved between ``optimizer.step`` and ``scheduler.step``."""
