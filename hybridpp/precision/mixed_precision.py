@@ -173,9 +173,13 @@ class MasterWeights:
 
     @torch.no_grad()
     def set(self, name: str, value: Tensor) -> None:
-        """Set one master, and its weight to the rounded value, from a tensor of the parameter's shape."""
-        self._saved.pop(name, None)
-        self.masters[name].copy_(self._parts[name](value))
+        """Set one master, and its weight to the rounded value, from a tensor of the parameter's shape.
+
+        A saved master that rounds to the value is taken instead of it.
+        """
+        part, saved = self._parts[name](value), self._saved.pop(name, None)
+        is_saved = saved is not None and torch.equal(saved.to(part.device, part.dtype), part)
+        self.masters[name].copy_(saved if saved is not None and is_saved else part)
         whole_or_piece = value if self._parts_of_weights is self._parts else self._parts[name](value)
         self._model_weights[name].copy_(whole_or_piece)
         self._versions[name] = version_of(self._model_weights[name])

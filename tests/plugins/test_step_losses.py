@@ -1582,26 +1582,33 @@ def _with_outputs(values):
     return inputs.detach()
 
 
+def _unlike():
+    return _boxes(_UNLIKE)
+
+
+def _easy():
+    """Five are hard, one of which is in the second half."""
+    return _boxes(_ALIKE) | {"input": _with_outputs([0, 0, 0, 0, -99, 0, -99, -99])}
+
+
 _ALIKE, _UNLIKE = [1] * 8, [1, 1, 1, 1, 4, 3, 4, 2]
-# Five of these are hard, one of which is in the second half.
-_EASY = _boxes(_ALIKE) | {"input": _with_outputs([0, 0, 0, 0, -99, 0, -99, -99])}
 _BOXES = {"num_microbatches": 2, "batch_dims": {"targets": "list"}}
 
 
 @pytest.mark.parametrize(
     ("loss_of", "later"),
     [
-        (_of_all, _boxes(_UNLIKE)),
-        (lambda o, i: torch.cat(_lists(o, i)).mean(), _boxes(_UNLIKE)),
-        (lambda o, i: torch.stack([one for of in _lists(o, i) for one in of]).mean(), _boxes(_UNLIKE)),
-        (_hard, _EASY),
-        (_hard_in_tensors, _EASY),
+        (_of_all, _unlike),
+        (lambda o, i: torch.cat(_lists(o, i)).mean(), _unlike),
+        (lambda o, i: torch.stack([one for of in _lists(o, i) for one in of]).mean(), _unlike),
+        (_hard, _easy),
+        (_hard_in_tensors, _easy),
     ],
 )
 @pytest.mark.parametrize(("num_microbatches", "dp_size"), [(2, 1), (1, 2)])
 def test_a_loss_that_the_first_step_shows_as_a_mean_over_samples(loss_of, later, num_microbatches, dp_size):
     """By chance: each sample has one box, or is a hard one."""
-    settings = _BOXES | {"num_microbatches": num_microbatches}
+    settings, others = _BOXES | {"num_microbatches": num_microbatches}, later()
 
     def run():
         booster, model, optimizer = boosted(_detector(), sgd, _boxes([1]), **settings)
@@ -1617,7 +1624,7 @@ def test_a_loss_that_the_first_step_shows_as_a_mean_over_samples(loss_of, later,
 
         step(_boxes(_ALIKE))
         with pytest.raises(ConfigError, match=r"is made in another way|cannot be counted"):
-            step(later)
+            step(others)
 
     Loopback(dp_size).run(run)
 

@@ -512,15 +512,14 @@ def test_a_load_that_fails_half_way_leaves_the_weights_lacking(tmp_path, monkeyp
     Loopback(2).run(run)
 
 
-def test_masters_from_an_optimizer_state_keep_their_precision(tmp_path):
+def test_masters_from_an_optimizer_state_keep_their_precision():
     data = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
     booster, model, optimizer = boosted(plain(), sgd, data, precision="bf16")
     state = optimizer.state_dict()
     masters = {name: master.clone() for name, master in state["masters"].items()}
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     booster, model, optimizer = boosted(empty(plain), sgd, data, precision="bf16")
     optimizer.load_state_dict(state)
-    with torch.no_grad():
-        for buffer in model.buffers():
-            buffer.zero_()
+    model.load_state_dict(weights)
     booster.execute_pipeline(iter([data]), model, squares, optimizer)
     assert_same({name: m.detach() for name, m in booster.plugin._engine(model).masters.masters.items()}, masters)

@@ -88,8 +88,8 @@ def test_gradients_of_norms_are_summed_in_one_message(monkeypatch):
 
     monkeypatch.setattr(LoopbackGroup, "all_reduce", noted)
     train(vit, [images(2)], tensor_parallel_plan=VIT, **SHARDS)
-    # Two ranks, two blocks, two norms of width 16 with a bias each.
-    assert sizes == [2 * 2 * 2 * 16] * 2
+    # Two ranks, two blocks, two norms of width 16 with a bias each; and a number for each that says whether it has one.
+    assert sizes == [2 * 2 * 2 * (16 + 1)] * 2
 
 
 def test_stages_hand_on_shards(monkeypatch):
