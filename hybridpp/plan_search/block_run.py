@@ -1,7 +1,7 @@
 """Run a block, or one rank's shard of it, on random numbers, and keep its results and gradients."""
 
 import copy
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import product
@@ -18,6 +18,9 @@ from hybridpp.plan_search.gradient_sketch import Sketch, close, no_sketch, sketc
 from hybridpp.plan_search.run_formats import BlockFormats
 from hybridpp.plan_search.training_mode import Operations, constant_draws
 from hybridpp.plan_search.trial_errors import is_machine_failure
+
+# A power of two, so that weights become what they were again.
+_LARGE = 8.0
 
 SampleCall: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a block's forward."""
@@ -59,10 +62,23 @@ class BlockCall:
         args, kwargs = self.arguments(tensors)
         return block(*args, **kwargs)
 
+    def times(self, factor: float) -> "BlockCall":
+        """The call with larger numbers; masks, and what is 0, stay as they are."""
+        made = [
+            (one.detach() * factor).requires_grad_(one.requires_grad) if _may_be_larger(one) else one
+            for one in self.tensors
+        ]
+        return BlockCall(*self.arguments(made), self._dtypes)
+
     def in_formats(self, formats: BlockFormats) -> "BlockCall":
         """The call as it will be in a run."""
         converted = map(formats.of_argument, self.tensors, self._dtypes)
         return BlockCall(*self.arguments(list(converted)))
+
+
+def _may_be_larger(tensor: Tensor) -> bool:
+    """Whether an argument is of activations: what needs a gradient, not angles, positions, masks or steps of time."""
+    return tensor.is_floating_point() and tensor.requires_grad
 
 
 def _can_be_copied(leaf: Any) -> bool:
@@ -167,6 +183,7 @@ class ReferenceBlock:
     Attributes:
         outcome: of the block.
         in_training: the same block in training, where it does something else there than in evaluation.
+        others: the same block with other arguments.
         formats: in which the block will run; None: those of its outcome.
     """
 
@@ -185,12 +202,65 @@ class ReferenceBlock:
         self._written = written
         self.formats = formats
         self.in_training: ReferenceBlock | None = None
+        self.others: list[ReferenceBlock] = []
         # Run on a copy: state that a run leaves on the block is part of a graph.
         tried = self.copy()
         operations = Operations(tried)
         self.outcome = BlockOutcome(tried, call, watch=operations, collected=collected)
         if not block.training:
             self.in_training = self._otherwise_in_training(operations, training_call or call)
+
+    def add(self, calls: Iterable[BlockCall]) -> None:
+        """Let these arguments be tried, too, if the block runs with them."""
+        for call in calls:
+            for training in dict.fromkeys((self.block.training, True)):
+                try:
+                    block = self.copy().train(training)
+                    self.others.append(ReferenceBlock(block, call, self._written, collected=self._collected))
+                    break
+                except Exception as error:  # a block may raise anything
+                    if is_machine_failure(error):
+                        raise
+
+    def other_ways(self) -> "Generator[ReferenceBlock, None, None]":
+        """The ways to run the block in which a spec must hold, too: each is tried before the next is asked for.
+
+        In training, with other arguments, and with large weights and arguments, so that limits on its numbers are
+        reached, if it gives finite numbers for these. The weights are large until the generator goes on or is closed.
+        """
+        yield from filter(None, (self.in_training, *self.others))
+        with self._enlarged() as large:
+            if large is not None:
+                yield large
+
+    @contextmanager
+    def _enlarged(self) -> "Iterator[ReferenceBlock | None]":
+        """Inside, the weights, whose memory all copies share, are large."""
+        weights = [held for held in walk.parameters(self.block) if held.dim() > 1 and held.is_floating_point()]
+        if any(held.dtype is not torch.float64 for held in weights):
+            yield None  # large logits leave too few digits
+            return
+        large: ReferenceBlock | None = None
+        with torch.no_grad():
+            for held in weights:
+                held.mul_(_LARGE)
+        try:
+            try:
+                large = ReferenceBlock(self.block, self.call.times(_LARGE**2), self._written, collected=self._collected)
+            except Exception as error:  # a block may raise anything
+                if is_machine_failure(error):
+                    raise
+            yield large if large is not None and large.is_finite else None
+        finally:
+            with torch.no_grad():
+                for held in weights:
+                    held.mul_(1 / _LARGE)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether its results and gradients are."""
+        gradients = (numbers for sketch in self.outcome.gradients.values() for numbers in sketch)
+        return all(bool(one.isfinite().all()) for one in (*self.outcome.results.values(), *gradients))
 
     def outcome_of(self, shard: nn.Module) -> BlockOutcome:
         """The outcome of a rank's shard of the block, on the same arguments.
@@ -286,7 +356,7 @@ def copy_block(block: nn.Module, apart: Collection[str] = ()) -> nn.Module:
 
 def randomized_copy(
     block: nn.Module,
-    calls: Sequence[SampleCall],
+    calls: Sequence[SampleCall | None],
     formats: BlockFormats | None = None,
     collected: Collection[ResultKey] = (),
 ) -> ReferenceBlock:
@@ -296,21 +366,25 @@ def randomized_copy(
 
     Args:
         block: is not changed.
-        calls: arguments of its forward; a second one are those in training.
+        calls: arguments of its forward; then those in training, if they are others, else None; then those of other
+            samples.
         formats: in which it will run; None: not known.
         collected: results of modules inside that hooks collect.
     """
-    call, training_call = calls[0], calls[1] if len(calls) > 1 else None
+    call, training_call, *others = [*calls, None] if len(calls) < 2 else calls
+    assert call is not None, "a block that is tried is called"
     failure: Exception | None = None
     # Some kernels lack double precision, and some forwards run in training only.
     for training, dtype in product((False, True), (torch.float64, torch.float32)):
         try:
             copied = random_weights(block, dtype).train(training)
             other = None if training_call is None else _call_in(dtype, training_call)
-            others = None if formats is None or formats.are_of(copied) else formats
-            return ReferenceBlock(
-                copied, _call_in(dtype, call), training_call=other, formats=others, collected=collected
+            in_run = None if formats is None or formats.are_of(copied) else formats
+            reference = ReferenceBlock(
+                copied, _call_in(dtype, call), training_call=other, formats=in_run, collected=collected
             )
+            reference.add([_call_in(dtype, one) for one in others if one is not None])
+            return reference
         except Exception as error:  # a block may raise anything
             if is_machine_failure(error):
                 raise

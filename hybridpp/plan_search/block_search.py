@@ -52,7 +52,7 @@ class PlanSearch:
 
     Args:
         block: of the model.
-        calls: arguments of its forward; a second one are those in training.
+        calls: arguments of its forward; then those in training or None, and those of other samples.
         tp_size: number of ranks.
         own_plan: kinds of the layers that the model's own plan names, by their names in the block; they are tried
             first.
@@ -63,7 +63,7 @@ class PlanSearch:
     def __init__(
         self,
         block: nn.Module,
-        calls: Sequence[SampleCall],
+        calls: Sequence[SampleCall | None],
         tp_size: int,
         own_plan: Mapping[str, ShardKind] | None = None,
         formats: BlockFormats | None = None,

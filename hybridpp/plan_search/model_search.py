@@ -1,6 +1,6 @@
 """Search for a way to shard the blocks of a model, verified by trials."""
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ def infer_plan(
     blocks: Iterable[str],
     sample_calls: Mapping[str, SampleCall],
     tp_size: int,
-    training_calls: Mapping[str, SampleCall] | None = None,
+    more_calls: Mapping[str, Sequence[SampleCall | None]] | None = None,
     formats: RunFormats | None = None,
     collected: Mapping[str, Collection[ResultKey]] | None = None,
 ) -> Plan:
@@ -39,7 +39,7 @@ def infer_plan(
         blocks: names of the modules to shard.
         sample_calls: arguments of one call of each block; blocks without one stay replicated.
         tp_size: number of ranks.
-        training_calls: arguments in training, of the blocks that get others there.
+        more_calls: other arguments that blocks get: in training or None, and of other samples.
         formats: in which the model will run, whose kernels must take the shards; None: not known.
         collected: by block, the results of modules inside that hooks collect (attention weights): they are complete on
             every rank, like the block's own.
@@ -55,10 +55,10 @@ def infer_plan(
             continue
         block = walk.submodule(model, name)
         own = own_plan.of_block(name)
-        calls = calls_of(name, sample_calls, training_calls)
+        calls = calls_of(name, sample_calls, more_calls)
         in_run = formats_of(name) if formats_of else None
         inside = frozenset(collected.get(name, ())) if collected else frozenset()
-        kind = (*(kind_of(block, *call) for call in calls), tuple(sorted(own.items())), in_run, inside)
+        kind = (*(call and kind_of(block, *call) for call in calls), tuple(sorted(own.items())), in_run, inside)
         if kind not in known:
             known[kind] = _plan_of(partial(PlanSearch, block, calls, tp_size, own, in_run, inside))
         plans[name] = known[kind]
@@ -118,10 +118,10 @@ def uses_of_modules(model: nn.Module, blocks: Iterable[str]) -> Iterator[tuple[s
 
 
 def calls_of(
-    name: str, calls: Mapping[str, SampleCall], training_calls: Mapping[str, SampleCall] | None
-) -> list[SampleCall]:
-    """The call of a block in evaluation, and that in training where it gets other arguments."""
-    return [calls[name], *([training_calls[name]] if training_calls and name in training_calls else [])]
+    name: str, calls: Mapping[str, SampleCall], more_calls: Mapping[str, Sequence[SampleCall | None]] | None
+) -> list[SampleCall | None]:
+    """The call of a block in evaluation, and those with other arguments."""
+    return [calls[name], *((more_calls or {}).get(name, ()))]
 
 
 def _plan_of(start: Callable[[], PlanSearch]) -> BlockPlan:

@@ -42,13 +42,13 @@ class SampleRun(NamedTuple):
     Attributes:
         sample: arguments of the model.
         calls: arguments of one call of each block that was called, by name.
-        in_training: arguments in training, of the blocks that get others there.
+        more_calls: other arguments that blocks get: in training or None, and of other samples.
         results: what the blocks returned then.
     """
 
     sample: SampleCall
     calls: Mapping[str, SampleCall]
-    in_training: Mapping[str, SampleCall]
+    more_calls: Mapping[str, Sequence[SampleCall | None]]
     results: Mapping[str, Any]
 
 
@@ -146,13 +146,13 @@ def _check_blocks(
         if name not in run.calls:
             checked.unchecked[name] = "was not called"
             continue
-        block, called = walk.submodule(model, name), calls_of(name, run.calls, run.in_training)
+        block, called = walk.submodule(model, name), calls_of(name, run.calls, run.more_calls)
         in_run = formats_of(name) if formats_of else None
-        kind = (*(kind_of(block, *call) for call in called), repr(own), in_run)
+        kind = (*(call and kind_of(block, *call) for call in called), repr(own), in_run)
         if kind not in known:
             known[kind] = _checked(block, own, called, tp_size, in_run)
             if isinstance(fault := known[kind], PlanFault):
-                instead = infer_plan(model, [name], run.calls, tp_size, run.in_training, formats)
+                instead = infer_plan(model, [name], run.calls, tp_size, run.more_calls, formats)
                 known[kind] = fault._replace(instead=instead)
         found = known[kind]
         if isinstance(found, ShardingSpec):
@@ -166,7 +166,7 @@ def _check_blocks(
 
 
 def _checked(
-    block: nn.Module, spec: ShardingSpec, calls: Sequence[SampleCall], tp_size: int, formats: BlockFormats | None
+    block: nn.Module, spec: ShardingSpec, calls: Sequence[SampleCall | None], tp_size: int, formats: BlockFormats | None
 ) -> ShardingSpec | PlanFault | str:
     """The completed spec of a block, or what is wrong with it, or why it cannot be tried."""
     layers = list(dict.fromkeys((*spec.holders(), *sorted(spec.reduce_outputs | spec.copy_inputs))))

@@ -45,7 +45,7 @@ class SequenceBlockPlan(NamedTuple):
 
 def search_sequence_block(
     block: nn.Module,
-    calls: Sequence[SampleCall],
+    calls: Sequence[SampleCall | None],
     spec: ShardingSpec,
     tp_size: int,
     formats: BlockFormats | None = None,
@@ -55,13 +55,13 @@ def search_sequence_block(
 
     Args:
         block: with full parameters; it is not changed.
-        calls: arguments of its forward; a second one are those in training.
+        calls: arguments of its forward; then those in training or None, and those of other samples.
         spec: how it will be sharded.
         tp_size: number of ranks.
         formats: in which the block will run; None: not known.
         collected: results of modules inside that hooks collect, and that must be complete.
     """
-    calls = [*map(_with_distinct_positions, calls)]
+    calls = [call and _with_distinct_positions(call) for call in calls]
     try:
         return _Search(randomized_copy(block, calls, formats, collected), spec, tp_size).run()
     except Exception as error:  # random numbers may make the block raise anything

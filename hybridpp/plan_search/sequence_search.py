@@ -1,6 +1,6 @@
 """Search for the blocks of a sharded model that can run on sequence shards, verified by trials."""
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -35,7 +35,7 @@ def infer_sequence(
     sample_calls: Mapping[str, SampleCall],
     spec: ShardingSpec,
     tp_size: int,
-    training_calls: Mapping[str, SampleCall] | None = None,
+    more_calls: Mapping[str, Sequence[SampleCall | None]] | None = None,
     formats: RunFormats | None = None,
     collected: Mapping[str, Collection[ResultKey]] | None = None,
 ) -> SequencePlan:
@@ -50,7 +50,7 @@ def infer_sequence(
         sample_calls: arguments of one call of each block; blocks without one are left out.
         spec: how the model will be sharded.
         tp_size: number of ranks.
-        training_calls: arguments in training, of the blocks that get others there.
+        more_calls: other arguments that blocks get: in training or None, and of other samples.
         formats: in which the model will run, whose kernels must take the shards; None: not known.
         collected: by block, the results of modules inside that hooks collect, and that must be complete.
     """
@@ -62,10 +62,10 @@ def infer_sequence(
             results[name] = SequenceBlockPlan(reason="was not called")
             continue
         inner = spec.of_block(name)
-        block, calls = model.get_submodule(name), calls_of(name, sample_calls, training_calls)
+        block, calls = model.get_submodule(name), calls_of(name, sample_calls, more_calls)
         in_run = formats_of(name) if formats_of else None
         inside = frozenset(collected.get(name, ())) if collected else frozenset()
-        kind = (*(kind_of(block, *call) for call in calls), str(inner), in_run, inside)
+        kind = (*(call and kind_of(block, *call) for call in calls), str(inner), in_run, inside)
         if kind not in known:
             known[kind] = search_sequence_block(block, calls, inner, tp_size, in_run, inside)
         results[name] = known[kind]

@@ -1,5 +1,6 @@
 """Run a sharded block on sequence shards, on in-process ranks, and compare it with the reference block."""
 
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ def verify_sequence(
 ) -> frozenset[str] | Rejected:
     """The replicated parameters whose gradients are sums over ranks, if a block runs on sequence shards.
 
-    In training, too, where the block does something else there than in evaluation; and in the formats of the run.
+    In training, too, where the block does something else there than in evaluation; with the arguments of other samples;
+    with large numbers; and in the formats of the run.
 
     Args:
         reference: the block with its outcome.
@@ -33,12 +35,15 @@ def verify_sequence(
         tp_size: number of ranks.
     """
     found = _verify(reference, spec, sequence, tp_size)
-    if reference.in_training is not None and not isinstance(found, Rejected):
-        trained = _verify(reference.in_training, spec, sequence, tp_size)
-        if isinstance(trained, Rejected):
-            return trained
-        summed = summed_in_both(reference, found, trained)
-        found = Rejected() if summed is None else summed
+    with closing(reference.other_ways()) as ways:
+        for other in ways:
+            if isinstance(found, Rejected):
+                break
+            otherwise = _verify(other, spec, sequence, tp_size)
+            if isinstance(otherwise, Rejected):
+                return otherwise
+            summed = summed_in_both(reference, other, found, otherwise)
+            found = Rejected() if summed is None else summed
     if isinstance(found, Rejected):
         return found
 

@@ -1,6 +1,7 @@
 """Verify a sharding spec: run the block on in-process ranks, and compare it with the reference block."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -42,9 +43,10 @@ def common_error(rejections: Sequence[Rejected]) -> str | None:
 def verify(reference: ReferenceBlock, spec: ShardingSpec, tp_size: int) -> ShardingSpec | Rejected:
     """Whether a spec reproduces the reference block's results and gradients.
 
-    In training, too, where the block does something else there than in evaluation; and whether it runs in the formats
-    of the run, whose kernels may refuse a shard. The runtime's own :func:`~hybridpp.tensor_parallel.shard` applies the
-    spec. Collective: none outside of this process.
+    In training, too, where the block does something else there than in evaluation; with the arguments of other samples;
+    with large numbers, which reach limits in it; and whether it runs in the formats of the run, whose kernels may
+    refuse a shard. The runtime's own :func:`~hybridpp.tensor_parallel.shard` applies the spec. Collective: none outside
+    of this process.
 
     Args:
         reference: the block with its outcome.
@@ -59,8 +61,11 @@ def verify(reference: ReferenceBlock, spec: ShardingSpec, tp_size: int) -> Shard
     """
     try:
         found = _verify(reference, spec, tp_size)
-        if reference.in_training is not None and not isinstance(found, Rejected):
-            found = _verified_in_training(reference, reference.in_training, found, tp_size)
+        with closing(reference.other_ways()) as ways:
+            for other in ways:
+                if isinstance(found, Rejected):
+                    break
+                found = _verified_otherwise(reference, other, found, tp_size)
         if isinstance(found, Rejected):
             return found
         accepted = found
@@ -95,35 +100,34 @@ def _verify(reference: ReferenceBlock, spec: ShardingSpec, tp_size: int) -> Shar
     return rejected
 
 
-def _verified_in_training(
-    reference: ReferenceBlock, training: ReferenceBlock, spec: ShardingSpec, tp_size: int
+def _verified_otherwise(
+    reference: ReferenceBlock, other: ReferenceBlock, spec: ShardingSpec, tp_size: int
 ) -> ShardingSpec | Rejected:
-    """A spec that was verified in evaluation, if it holds in training, too."""
-    ranks = _run(training, spec, tp_size)
-    found = _verified(training, spec, ranks) if ranks[0].gradients else None
+    """A spec that was verified in one way, if it holds in another, too: in training, with other or large numbers."""
+    ranks = _run(other, spec, tp_size)
+    found = _verified(other, spec, ranks) if ranks[0].gradients else None
     if found is None:
         return Rejected()
-    summed = summed_in_both(reference, spec.partial_grad, found.partial_grad)
+    summed = summed_in_both(reference, other, spec.partial_grad, found.partial_grad)
     return Rejected() if summed is None else replace(spec, partial_grad=summed)
 
 
 def summed_in_both(
-    reference: ReferenceBlock, evaluated: frozenset[str], trained: frozenset[str]
+    reference: ReferenceBlock, other: ReferenceBlock, summed: frozenset[str], summed_otherwise: frozenset[str]
 ) -> frozenset[str] | None:
-    """The parameters whose gradients are sums over ranks, in evaluation and in training.
+    """The parameters whose gradients are sums over ranks, in both ways to run a block.
 
-    None: one of them is a sum in one mode and complete in the other, and not zero there.
+    None: one of them is a sum in one of them and complete in the other, and not zero there.
 
     Args:
-        reference: the block in evaluation, with that in training.
-        evaluated: those found in evaluation.
-        trained: those found in training.
+        reference: the block in evaluation.
+        other: the same in training, or with other numbers.
+        summed: those found in evaluation.
+        summed_otherwise: those found in the other way.
     """
-    training = reference.in_training
-    assert training is not None, "the modes differ"
-    is_zero = all(_is_zero(training.outcome.gradients[name]) for name in evaluated - trained)
-    is_zero = is_zero and all(_is_zero(reference.outcome.gradients[name]) for name in trained - evaluated)
-    return evaluated | trained if is_zero else None
+    is_zero = all(_is_zero(other.outcome.gradients[name]) for name in summed - summed_otherwise)
+    is_zero = is_zero and all(_is_zero(reference.outcome.gradients[name]) for name in summed_otherwise - summed)
+    return summed | summed_otherwise if is_zero else None
 
 
 def _is_zero(sketches: Sketch) -> bool:

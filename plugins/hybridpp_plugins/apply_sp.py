@@ -50,12 +50,12 @@ def sequence_plan(
         blocks = find_units(model, 1).blocks
         with preserved_random_state(torch.device("cpu")):
             with watched_insides(model, blocks, {}) as entered, watched_reads(model, blocks) as read:
-                calls, in_training, collected = calls_of_blocks(model, blocks, samples)
-            found = infer_sequence(model, blocks, calls, plan.spec, size, in_training, formats, collected)
+                calls, more, collected = calls_of_blocks(model, blocks, samples)
+            found = infer_sequence(model, blocks, calls, plan.spec, size, more, formats, collected)
             outside = _used_elsewhere(found, entered, read)
             if outside:
                 others = [name for name in blocks if name not in outside]
-                found = infer_sequence(model, others, calls, plan.spec, size, in_training, formats, collected)
+                found = infer_sequence(model, others, calls, plan.spec, size, more, formats, collected)
         return found._replace(reasons={**found.reasons, **outside})
 
     plan_of_blocks = of_first_rank(find, control)

@@ -58,7 +58,7 @@ def checked_tp_plan(
         with preserved_random_state(torch.device("cpu")):
             try:
                 with WeightReads(model, readers, read.append).watched(), _results(model, blocks, results):
-                    calls, in_training, _ = calls_of_blocks(model, blocks, samples)
+                    calls, more, _ = calls_of_blocks(model, blocks, samples)
             except Exception as error:  # whatever a model raises
                 return CheckedPlan(
                     plan.spec, [], {"": f"it does not run on the sample ({type(error).__name__}: {error})"}
@@ -67,7 +67,7 @@ def checked_tp_plan(
                 holder = read[0].rpartition(".")[0]
                 why = f"has a part of {read[0]!r}, which code outside of it reads as if it were complete"
                 return CheckedPlan(plan.spec, [PlanFault(holder, [holder], why, None)], {})
-            run = SampleRun(call_arguments(samples.batches[0]), calls, in_training, results)
+            run = SampleRun(call_arguments(samples.batches[0]), calls, more, results)
             return check_plan(model, plan, blocks, run, size, formats)
 
     checked = of_first_rank(find, control)

@@ -75,14 +75,14 @@ def find_tp_plan(
             watched_insides(model, blocks, transformed) as entered,
             watched_reads(model, blocks) as read,
         ):
-            calls, in_training, collected = calls_of_blocks(model, blocks, samples)
+            calls, more, collected = calls_of_blocks(model, blocks, samples)
         blocks = tuple(name for name in blocks if name not in transformed)
         with preserved_random_state(torch.device("cpu")):
-            found = infer_plan(model, blocks, calls, size, in_training, formats, collected)
+            found = infer_plan(model, blocks, calls, size, more, formats, collected)
             outside = {**_read_by_others(found, read), **_divided_for_others(found, entered)}
             if outside:
                 others = [name for name in blocks if name not in outside]
-                found = infer_plan(model, others, calls, size, in_training, formats, collected)
+                found = infer_plan(model, others, calls, size, more, formats, collected)
             ends = infer_embeddings_and_heads(uses)
         return found._replace(
             spec=found.spec | spec_of_styles(model, ends.styles, size),
@@ -137,28 +137,40 @@ class BlockCalls(NamedTuple):
 
     Attributes:
         calls: in evaluation mode, without dropout; in training mode, if the forward runs only in that.
-        in_training: those in training mode that are of another kind; empty if the container code asks for no mode.
+        more: that in training mode, if it is of another kind (never, if the container code asks for no mode), or else
+            None; and those of other samples in which other arguments are tensors or given at all.
         collected: the results of modules inside that hooks collect, as a module's name in the block and a number among
             the leaves of what it returns.
     """
 
     calls: dict[str, CallArguments]
-    in_training: dict[str, CallArguments]
+    more: dict[str, list[CallArguments | None]]
     collected: dict[str, set[tuple[str, int]]]
 
 
 def calls_of_blocks(model: nn.Module, blocks: Sequence[str], samples: Samples) -> BlockCalls:
-    """The arguments of each block's call, for the first sample that the model runs on, of the first kind that calls
-    it."""
+    """The arguments of each block's calls, for the first sample that the model runs on, of each kind of samples."""
     found = BlockCalls({}, {}, {})
     with samples.explained(model), watched_collections(model, blocks) as collected:
         for kind in samples.kinds:
             other = _calls_of_kind(model, blocks, kind)
-            in_training = {name: call for name, call in other.in_training.items() if name not in found.calls}
-            found = found._replace(
-                calls={**other.calls, **found.calls}, in_training={**in_training, **found.in_training}
-            )
+            for name, call in other.calls.items():
+                if name not in found.calls:
+                    found.calls[name] = call
+                    found.more.update({name: other.more[name]} if name in other.more else {})
+                    continue
+                known = [found.calls[name], *(one for one in found.more.get(name, ()) if one is not None)]
+                for one in (call, *other.more.get(name, ())):
+                    if one is not None and all(_form(one) != _form(before) for before in known):
+                        known.append(one)
+                        found.more.setdefault(name, [None]).append(one)
     return found._replace(collected=collected)
+
+
+def _form(call: CallArguments) -> Any:
+    """Equal for calls that have tensors in the same places, of as many dimensions, and equal other values."""
+    leaves, tree = pytree.tree_flatten(call)
+    return tree, [(leaf.dim(), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
 
 
 def _calls_of_kind(model: nn.Module, blocks: Sequence[str], batches: Sequence[Any]) -> BlockCalls:
@@ -180,13 +192,14 @@ def _calls_on(model: nn.Module, blocks: Sequence[str], batch: Any) -> BlockCalls
         with suppress(Exception):
             return BlockCalls(_without_caches(calls_on(model, blocks, batch, training=True)), {}, {})
         raise
-    calls, in_training = _without_caches(calls), {}
+    calls = _without_caches(calls)
+    in_training: dict[str, list[CallArguments | None]] = {}
     if results is not None:
         # It need not run in training: it may want other inputs there. What it did until then is known.
         with suppress(Exception), nullcontext() if is_traced else _answering(model, results):
             for name, call in _without_caches(calls_on(model, blocks, batch, training=True)).items():
                 if name in calls and _kind(call) != _kind(calls[name]):
-                    in_training[name] = call
+                    in_training[name] = [call]
     return BlockCalls(calls, in_training, {})
 
 

@@ -80,7 +80,7 @@ def test_a_block_that_gets_another_argument_in_training_is_tried_with_that():
     calls = {"0": ((x,), {"is_trained": False})}, {"0": ((x,), {"is_trained": True})}
     model = nn.Sequential(Flagged("down"))
     assert sharded(infer_plan(model, ["0"], calls[0], 2)) == {"up", "down"}
-    assert not sharded(infer_plan(model, ["0"], calls[0], 2, calls[1]))
+    assert not sharded(infer_plan(model, ["0"], calls[0], 2, {"0": [calls[1]["0"]]}))
 
 
 @pytest.mark.parametrize("other", [Noisy(), ClampedInPlace()], ids=["noisy", "clamped"])

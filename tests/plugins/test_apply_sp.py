@@ -348,10 +348,18 @@ class Leaving(Block):
         return y
 
 
+class Limited(Block):
+    """Has a limit on all places together, which its first numbers do not reach."""
+
+    def forward(self, x):
+        return super().forward(x) * (100 / x.norm(dim=(1, 2), keepdim=True).clamp(min=100))
+
+
 @pytest.mark.parametrize(
     ("block", "reason"),
     [
         (Mixing, "on sequence shards, it gives different results"),
+        (Limited, "on sequence shards, it gives different results"),
         (DroppingSamples, "it draws random numbers per sample, not per position"),
         (Batchwise, "'norm' may read all positions at once, and no module around it takes hidden states"),
         (Leaving, "on sequence shards, it gives different results"),
