@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from hybridpp.nn.torch_private import INPUT_METADATA, loss_input_of, loss_reduction_of, reduced_sizes_of
+from hybridpp.nn.torch_private import INPUT_METADATA, loss_input_of, loss_reduction_of, pytree, reduced_sizes_of
 from hybridpp.pipeline.loss_items import LossForm, Measured, Product
 from hybridpp.pipeline.loss_reduction import LossReduction
 
@@ -58,6 +58,8 @@ _MEAN, _ADDS_UP = 1, 2  # at::Reduction
 _MAX_STACKED = 32
 # Nodes that are looked at below a term.
 _MAX_BELOW = 30
+# Nodes between a loss and the outputs whose functions are noted.
+_MAX_NOTED = 64
 # The relative difference that rounding makes between two counts of items: half precision has three digits.
 _TOLERANCE = 1e-2
 
@@ -375,6 +377,19 @@ def _over_samples(inner: Sequence[Node]) -> tuple[tuple[int, int], ...]:
     return tuple((one, 1) for one in found if one is not None)
 
 
+def _functions_above(node: Node, outputs: Any) -> set[str]:
+    """The functions that make a loss of a model's outputs, with the dimensions that they reduce."""
+    seen = {leaf.grad_fn for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)}
+    nodes, names = [] if node in seen else [node], set[str]()
+    for one in nodes:  # which grows
+        names.add(f"{one.name()} {getattr(one, '_saved_dim', '')}")
+        if len(nodes) < _MAX_NOTED:
+            inner = [other for other, _ in one.next_functions if other is not None and other not in seen]
+            seen.update(inner)
+            nodes += dict.fromkeys(inner)
+    return names
+
+
 def _divided_as_one(node: Node, num_rows: float, factors: tuple[tuple[Any, int], ...] = ()) -> list[GraphTerm]:
     """What a loss is divided by as a whole, or each of the parts that it adds: a sum by a number, a mean by elements.
 
@@ -429,12 +444,14 @@ class LossComparison:
         self._read: list[tuple[int, list[_Reduced], bool]] = []
         # Of a mean over samples that its terms do not show, what they are divided by as a whole.
         self._divided: dict[int, list[_Reduced]] = {}
+        self._has_noted = False
 
     def begin(self, form: LossForm | None, measured: Sequence[Measured | None] = ()) -> None:
         """Losses of micro-batches with these counts follow; ``form``: of each; None: nothing is compared."""
         self._form, self._measured = form, measured
         self.counts, self._read = [], []
         self._products, self._divided, self._without_items = {}, {}, []
+        self._has_noted = False
 
     def has_products(self, microbatch: int, products: Sequence[Product | None]) -> None:
         """What the terms of a micro-batch's loss are divided by, of which it may have others than the form."""
@@ -451,6 +468,7 @@ class LossComparison:
         if not all(counts.used):
             self._without_items.append(microbatch)
         else:
+            self._note_functions(loss.grad_fn, outputs)
             walk = _Walk(is_open=True)
             walk(loss.grad_fn, ())
             # Of several terms, one that reduces one element may be that of a sample that has one.
@@ -462,6 +480,17 @@ class LossComparison:
                 parts = _divided_as_one(loss.grad_fn, counts.used[0])
                 self._divided[microbatch] = [self._reduced(*term[1:4]) for term in parts]
         return loss, None
+
+    def _note_functions(self, node: Node, outputs: Any) -> None:
+        """Note the functions of which the step's first loss with items is made."""
+        if self._has_noted or self._form is None or self._form.in_model:
+            return
+        self._has_noted = True
+        found = _functions_above(node, outputs)
+        if self._form.functions:
+            self._form.others.update(found - self._form.functions)
+        else:
+            self._form.functions.update(found)
 
     def _reduced(self, count: float | Tensor, kind: str, is_of_elements: bool) -> "_Reduced":
         if not isinstance(count, Tensor):

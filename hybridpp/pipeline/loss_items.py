@@ -562,6 +562,8 @@ class LossForm:
         kinds: by which functions its terms are reduced, as graphs have shown; see
             :class:`~hybridpp.pipeline.loss_graph.GraphTerm`.
         numbers_of_terms: how many, as graphs have shown.
+        functions: of which the criterion made it of the model's outputs when it was looked at.
+        others: of which it has made it since then.
     """
 
     counts: tuple[Count, ...]
@@ -578,6 +580,8 @@ class LossForm:
     choice: int = 0
     kinds: set[str] = field(default_factory=set, compare=False)
     numbers_of_terms: set[int] = field(default_factory=set, compare=False)
+    functions: set[str] = field(default_factory=set, compare=False)
+    others: set[str] = field(default_factory=set, compare=False)
 
     def signed(self, product: Product) -> "TermKey":
         """What a product is made of, equal for all forms of one loss."""

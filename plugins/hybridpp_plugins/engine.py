@@ -388,6 +388,8 @@ class Engine(EngineParts):
         looks_again = (looks_again or (has_others and not is_declared and (not training or is_compared))) and (
             form is not None and form.shows_divisors
         )
+        # Of functions that the step before has shown, it is not known whether they put samples together.
+        looks_again = looks_again or (is_compared and form is not None and bool(form.others))
         if not self._has_losses or not isinstance(called, CriterionAdapter) or not (is_watched or looks_again):
             return None
         # A compiler that the script has called would trace what watches.

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -153,7 +153,7 @@ class StepLosses:
         """The loss that the backward pass begins from, None if it has no items; and the part of the batch's loss."""
         trace, self._trace = self._trace, None
         if trace is None:
-            return self._comparison.inspect(microbatch, loss)
+            return self._comparison.inspect(microbatch, loss, outputs)
         with trace.paused():
             return self._inspect(trace, microbatch, loss, outputs, inputs)
 
@@ -179,8 +179,8 @@ class StepLosses:
             if not self._fill(trace, terms or (), microbatch, loss):
                 return None, None
         elif self._looks_again and not trace.is_empty:
-            self._look_again(trace, terms or (), microbatch)
-        self._comparison.inspect(microbatch, loss)
+            self._look_again(trace, terms or (), microbatch, loss, outputs, inputs)
+        self._comparison.inspect(microbatch, loss, outputs)
         if self._is_guessed and is_last:
             self._report(LossReduction.UNCOUNTED, "no micro-batch of the first step has an item")
         if self._observes and terms:
@@ -226,12 +226,28 @@ class StepLosses:
         if not is_same:
             self._report(LossReduction.UNCOUNTED, "a micro-batch without items makes another loss")
 
-    def _look_again(self, trace: LossTrace, terms: Sequence[Term], microbatch: int) -> None:
-        """The terms of a later loss must be divided by what those of the first one were divided by."""
-        known, own = self._form, self._measured[microbatch]
+    def _look_again(
+        self, trace: LossTrace, terms: Sequence[Term], microbatch: int, loss: Tensor, outputs: Any, inputs: Any
+    ) -> None:
+        """A later loss must be divided by what the first one was divided by, and be of each sample, too."""
+        known = self._form
         assert known is not None
         self._looks_again = False
-        given = self._microbatches[microbatch]
+        if known.shows_divisors:
+            self._compare_divisors(trace, terms, microbatch)
+        if known.others or not torch.is_grad_enabled():
+            problems: list[tuple[LossReduction, str]] = []
+            self._trials = self._trials.of_outputs(trace, outputs)
+            self._checked(known, terms, trace, microbatch, loss, outputs, inputs, problems)
+            since = f"; since the last step the criterion calls {_names_of(known.others)}" if known.others else ""
+            for reduction, words in problems:
+                self._report(reduction, f"{words}{since}")
+            known.functions.update(known.others)
+            known.others.clear()
+
+    def _compare_divisors(self, trace: LossTrace, terms: Sequence[Term], microbatch: int) -> None:
+        known, own, given = self._form, self._measured[microbatch], self._microbatches[microbatch]
+        assert known is not None
         try:
             form = self._form_of(trace, terms, [given.inputs], [given.num_samples])
             (now,) = form.measure([given.inputs], [given.num_samples])
@@ -558,6 +574,11 @@ def _report_of_declared(report: Callable[[LossReduction, str], None], reduction:
     """What a script declares is not refused: what cannot be counted is averaged."""
     if reduction is LossReduction.EMPTY:
         report(reduction, words)
+
+
+def _names_of(functions: Iterable[str]) -> str:
+    """Those of nodes of the graph, as scripts call them."""
+    return ", ".join(sorted({one.split()[0].partition("Backward")[0].lower() for one in functions}))
 
 
 class _Tried(NamedTuple):

@@ -1073,6 +1073,88 @@ def test_a_loss_that_is_made_otherwise_in_a_later_step_is_refused(first, then, s
     assert_near(merged, alone(then, batch())[1], 1e-6)
 
 
+LATER_COUPLED = {
+    "centred": lambda o, y: F.mse_loss(o - o.mean(0), y),
+    "standardised": lambda o, y: F.mse_loss(o / o.std(0), y),
+    "of the batch's norm": lambda o, y: F.mse_loss(o / o.norm(), y),
+    "over samples": lambda o, y: F.mse_loss(o.softmax(0), y),
+    "ranked": lambda o, y: F.mse_loss(o.sort(0).values, y),
+    "decorrelated": lambda o, y: F.mse_loss(o, y) + (o.T @ o).square().mean(),
+}
+LATER_PLAIN = {
+    "limited": lambda o, y: F.mse_loss(o.clamp(-0.5, 0.5), y),
+    "of places": lambda o, y: F.mse_loss((o - o.mean(1, keepdim=True)).softmax(1), y),
+    "hard": lambda o, y: F.mse_loss(torch.where(o > 0, o.tanh(), o), y),
+}
+
+
+def _flagged(then, flag):
+    return lambda o, i: then(o, i["y"]) if flag else F.mse_loss(o, i["y"])
+
+
+@pytest.mark.parametrize("name", LATER_COUPLED)
+@pytest.mark.parametrize("settings", [{"num_microbatches": 2, "pp_size": 2}, {"num_microbatches": 1}], ids=str)
+def test_a_loss_that_puts_samples_together_in_a_later_step_is_refused(name, settings):
+    def run():
+        flag = []
+        criterion = _flagged(LATER_COUPLED[name], flag)
+        booster, model, optimizer = boosted(_net(), sgd, {"input": torch.ones(1, 8)}, **settings)
+        part = replica_part(_pairs(), booster.plugin.layout.here.dp, 2)
+        for _ in range(3):
+            booster.execute_pipeline(iter([part]), model, criterion, optimizer)
+            optimizer.step()
+        flag.append(True)
+        with pytest.raises(ConfigError, match=r"the criterion calls|made in another way|a term that"):  # noqa: PT012
+            for _ in range(2):
+                booster.execute_pipeline(iter([part]), model, criterion, optimizer)
+                optimizer.step()
+
+    Loopback(2 * settings.get("pp_size", 1)).run(run)
+
+
+@pytest.mark.parametrize("name", LATER_PLAIN)
+def test_a_loss_of_each_sample_may_become_another_one_of_each(name):
+    def steps(flag, step):
+        for number in range(6):
+            if number == 2:
+                flag.append(True)
+            step()
+
+    def run():
+        flag = []
+        criterion = _flagged(LATER_PLAIN[name], flag)
+        booster, model, optimizer = boosted(_net(), sgd, {"input": torch.ones(1, 8)}, num_microbatches=4, pp_size=2)
+
+        def step():
+            booster.execute_pipeline(iter([_pairs()]), model, criterion, optimizer)
+            optimizer.step()
+
+        steps(flag, step)
+        return {key: held.detach().clone() for key, held in model.named_parameters()}
+
+    flag, model = [], _net()
+    criterion, optimizer = _flagged(LATER_PLAIN[name], flag), sgd(model.parameters())
+
+    def step():
+        optimizer.zero_grad()
+        criterion(model(_pairs()["input"]), _pairs()).backward()
+        optimizer.step()
+
+    steps(flag, step)
+    found = {key: held for rank in Loopback(2).run(run) for key, held in rank.items()}
+    assert_near(found, dict(model.named_parameters()), 1e-6)
+
+
+def _net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 5))
+
+
+def _pairs():
+    generator = torch.Generator().manual_seed(1)
+    return {"input": torch.randn(8, 8, generator=generator), "y": torch.randn(8, 5, generator=generator)}
+
+
 @pytest.mark.parametrize(
     "first", ["causal", "masked mean, limited", "chosen mean", "means of rows", "elements", "item"]
 )
