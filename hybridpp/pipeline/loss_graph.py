@@ -862,7 +862,8 @@ def _are_of_rows(nodes: Sequence[Node], rows: Set[str] = _ROWS) -> bool:
         own = {
             source
             for one in _below(node)
-            if one.name() in rows and getattr(one, "_saved_dim", 1) == 0
+            if (one.name() in rows or (one.name() == "SliceBackward0" and _shape(one)[:1] == (1,)))
+            and getattr(one, "_saved_dim", 1) == 0
             for source, _ in one.next_functions
             if source is not None
         }

@@ -139,3 +139,12 @@ def test_losses_taken_for_means_over_samples_are_compared_as_a_whole():
     assert compared(_X[:3].mean(0).mean(), _X[:2].mean(0).mean(), rows=(3.0, 2.0)) == (LossReduction.MEAN, 0)
     assert compared(-_X[:3].sum() / 3, -_X[:2].sum() / 2, rows=(3.0, 2.0)) == (LossReduction.MEAN, 1)
     assert compared(_X[:3].std().sqrt(), _X[:2].std().sqrt()) == (LossReduction.MEAN, 0)
+
+
+@pytest.mark.parametrize("row_of", [lambda j: _X[j], lambda j: _X[j : j + 1], lambda j: _X[j][None]])
+def test_a_sum_over_the_samples_one_by_one_is_not_read(row_of):
+    assert not read_loss(sum(row_of(j).square().mean() for j in range(3)) / 3, 6).terms
+
+
+def test_slices_of_several_samples_are_terms_of_their_own():
+    assert len(read_loss(_X[:2].square().mean() + _X[2:4].abs().mean(), 6).terms) == 2
