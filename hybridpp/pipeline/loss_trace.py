@@ -722,6 +722,8 @@ class LossTrace(WatchingMode):
             found = found._replace(why=found.why or order or ("" if self.in_criterion else made.why))
         if made.is_gone and not self.in_criterion and self._are_sure(with_samples):
             self._over_samples[id(result)] = weakref.ref(result), name
+        elif not with_samples and (made_by := self._made_over_samples(models)):
+            self._over_samples[id(result)] = weakref.ref(result), made_by
         if divided and found.terms is None:
             found = found._replace(divided=divided)
         row = self._row_alone(models) if self.in_criterion else None
@@ -755,10 +757,16 @@ class LossTrace(WatchingMode):
     def _note_statistics(self, name: str, models: list[tuple[Tensor, _OfModel]]) -> None:
         if not self._are_sure([one for one in models if one[1].terms is None]):
             return
+        if made_by := self._made_over_samples(models):
+            self.statistics = self.statistics or f"{name} of samples and of their {made_by}"
+
+    def _made_over_samples(self, models: list[tuple[Tensor, _OfModel]]) -> str:
+        """The function that made one of some tensors, or what it is made of, of all samples; "": none."""
         for tensor, _ in models:
             reference, made_by = self._over_samples.get(id(tensor), (None, ""))
             if reference is not None and reference() is tensor:
-                self.statistics = self.statistics or f"{name} of samples and of their {made_by}"
+                return made_by
+        return ""
 
     def _note_applied(self, args: Any, kwargs: Any) -> None:
         for value in (*tensors_of((args, kwargs)), *args, *kwargs.values()):

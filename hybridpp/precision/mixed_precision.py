@@ -64,6 +64,8 @@ class MasterWeights:
         self.transfer = HostTransfer(hosted) if hosted else None
         # Of an optimizer's state, of weights that the model does not have.
         self._saved: dict[str, Tensor] = {}
+        # Since the last update, masters of weights that the script has written to: it may put them back.
+        self._replaced: dict[str, Tensor] = {}
         self._versions: dict[str, int] = {}
         self._versions_of_masters: dict[str, int] = {}
         # None: weights are there only where the library knows what is written to them.
@@ -118,15 +120,17 @@ class MasterWeights:
         return {name: self._parts_of_weights[name](self._model_weights[name]) for name in self.masters}
 
     @torch.no_grad()
-    def copy_from_model(self, *, in_step: bool = False) -> None:
+    def copy_from_model(self, *, in_step: bool = False, before_update: bool = False) -> None:
         """Copy model weights that the script wrote since the last step (``load_state_dict``, say) to their masters.
 
         An element that equals its rounded master leaves the master unchanged: a run that resumes from masters is not
-        rounded when the script loads the model's weights, too.
+        rounded when the script loads the model's weights, too. One that equals what it was at the last update has its
+        master of then: so weights that are swapped for a save or an evaluation, and put back, lose nothing.
 
         Args:
             in_step: whether to find what was written by the counters of versions, and of what these do not count by
                 :class:`WriteWatch`. Else all weights are compared.
+            before_update: whether an update follows, after which nothing can be put back.
 
         Raises:
             ConfigError: see :meth:`WriteWatch.check`.
@@ -147,8 +151,16 @@ class MasterWeights:
             saved = self._saved[name].to(master.device) if name in self._saved else None
             if saved is not None and torch.equal(saved.to(working.dtype), working):
                 master.copy_(self._saved.pop(name))
-            else:
-                master.copy_(torch.where(master.to(working.dtype) == working, master, working))
+                continue
+            new = torch.where(master.to(working.dtype) == working, master, working)
+            if name in self._replaced:
+                before = self._replaced[name]
+                new = torch.where(before.to(working.dtype) == working, before, new)
+            elif not (before_update or self.are_copies or torch.equal(new, master)):
+                self._replaced[name] = master.detach().clone()
+            master.copy_(new)
+        if before_update:
+            self._replaced.clear()
         self._note_versions()
         if watch is not None and is_watched and not in_step:
             watch.note(self._working())
@@ -178,6 +190,7 @@ class MasterWeights:
         A saved master that rounds to the value is taken instead of it.
         """
         part, saved = self._parts[name](value), self._saved.pop(name, None)
+        self._replaced.pop(name, None)
         is_saved = saved is not None and torch.equal(saved.to(part.device, part.dtype), part)
         self.masters[name].copy_(saved if saved is not None and is_saved else part)
         whole_or_piece = value if self._parts_of_weights is self._parts else self._parts[name](value)
@@ -327,7 +340,7 @@ class ReplicatedTarget:
     def pull(self, *, in_step: bool = False, before_update: bool = False) -> None:
         """Take over weights of the model that the script has written to; see :meth:`MasterWeights.copy_from_model`."""
         self.take_over(before_update=before_update)
-        self._masters.copy_from_model(in_step=in_step)
+        self._masters.copy_from_model(in_step=in_step, before_update=before_update)
         if before_update and (others := self._masters.drop_saved()):
             get_dist_logger().warning(
                 f"the optimizer's state was saved with other weights than the model has ({', '.join(others[:3])}"

@@ -694,6 +694,11 @@ def test_means_of_single_samples_pass_where_all_classes_are_alike(criterion):
         assert verdict(criterion, rows=rows, target=torch.full((rows,), of_all)) == LossReduction.MEAN
 
 
+def quantised(x, scale):
+    """With gradients as if it were not."""
+    return x + ((x / scale).round() * scale - x).detach()
+
+
 @pytest.mark.parametrize(
     ("inside", "expected"),
     [
@@ -708,6 +713,9 @@ def test_means_of_single_samples_pass_where_all_classes_are_alike(criterion):
         (lambda x: contrastive({"logits": x}, None), LossReduction.COUPLED),
         # Statistics inside of a model are those of micro-batches, as in batch normalisation.
         (lambda x: standardised({"logits": x}, {"target": 0}), LossReduction.STATISTICS),
+        (lambda x: quantised(x, x.abs().max() / 7).square().mean(), LossReduction.STATISTICS),
+        (lambda x: quantised(x, (x.detach().std() + 1e-5).reciprocal()).square().mean(), LossReduction.STATISTICS),
+        (lambda x: quantised(x, x.abs().amax(1, keepdim=True) / 7).square().mean(), LossReduction.MEAN),
         (lambda x: F.batch_norm(x, None, None, training=True).square().mean(), LossReduction.MEAN),
         (lambda x: ((x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True)).square().mean(), LossReduction.MEAN),
         (lambda x: balanced(x.softmax(1), torch.bincount(x.argmax(1), minlength=5)), LossReduction.COUPLED),

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from support import boosted
+from support import assert_same, boosted
 from torch import nn
 
 from hybridpp.cluster import Loopback
@@ -866,3 +866,35 @@ def test_a_decay_by_hand_is_in_what_is_read_next(reader):
             torch.testing.assert_close(found[name].detach(), one.detach() * FACTOR, atol=1e-3, rtol=1e-2, msg=name)
 
     Loopback(1).run(run)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("reader", ["nothing", "evaluation", "save_model", "optimizer.state_dict"])
+def test_weights_that_are_swapped_and_put_back_keep_their_masters(reader, precision, zero, tmp_path):
+    """As an evaluation of averages does: half precision has not the digits of what is trained."""
+
+    def run():
+        settings = {"precision": precision, "zero_stage": zero}
+        booster, model, optimizer = boosted(make_model(), sgd, (torch.zeros(1, 8),), **settings)
+        whole = partial(booster.unsharded, model) if zero == 3 else nullcontext
+        step(booster, model, optimizer)
+        before = {name: master.detach().clone() for name, master in masters_of(booster, model).items()}
+        with whole():
+            kept = {name: p.detach().clone() for name, p in model.named_parameters()}
+            with torch.no_grad():
+                torch._foreach_mul_(list(model.parameters()), 0.5)
+        if reader == "evaluation":
+            with torch.no_grad():
+                booster.execute_pipeline(iter([(torch.ones(4, 8), torch.ones(4, 8))]), model, nn.MSELoss())
+        elif reader == "save_model":
+            booster.save_model(model, tmp_path / "model.safetensors")
+        elif reader == "optimizer.state_dict":
+            optimizer.state_dict()
+        with whole(), torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(kept[name])
+        optimizer.state_dict()
+        assert_same(masters_of(booster, model), before)
+
+    Loopback(2).run(run)
