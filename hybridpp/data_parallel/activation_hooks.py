@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from hybridpp.cluster import preserved_random_state
 from hybridpp.data_parallel.hook_checks import TOLERANCE, GradientFactor, factor_for, title_of
+from hybridpp.data_parallel.part_trials import GradientList, PartTrial
+from hybridpp.data_parallel.sources import Sources
 from hybridpp.nn import walk
 from hybridpp.nn.names import LIBRARIES
 from hybridpp.nn.snapshot import Replacements
@@ -52,13 +54,19 @@ class ActivationHooks:
                         where = f"on the gradients of {name or 'the model'}"
                         replaced.put(held, key, partial(self._of_module, hook, where))
         try:
-            with _RegisteredHooks(self._of_tensor):
+            with _RegisteredHooks(self._of_tensor, Sources(self._model, num_samples)):
                 yield
         finally:
             replaced.restore(keep_newer=True)
 
-    def _of_tensor(self, hook: Callable[[Tensor], Tensor | None], gradient: Tensor) -> Tensor | None:
-        """Instead of a hook that is given the gradient of an activation, and may return another."""
+    def _of_tensor(self, hook: Callable[[Tensor], Tensor | None], weight: str, gradient: Tensor) -> Tensor | None:
+        """Instead of a hook that is given the gradient of an activation, and may return another.
+
+        Args:
+            hook: of the script.
+            weight: the name of one that the tensor is made of, if it is made of weights alone.
+            gradient: of the tensor.
+        """
 
         def call(given: _Gradients) -> _Gradients:
             (one,) = given
@@ -71,7 +79,10 @@ class ActivationHooks:
             result = hook(gradient)
         if result is None and version_of(gradient) == version:
             return None
-        self._try(hook, f"on the gradient of an activation of shape {tuple(gradient.shape)}", call, [before])
+        if weight:
+            self._try_of_weights(hook, weight, call, [before])
+        else:
+            self._try(hook, f"on the gradient of an activation of shape {tuple(gradient.shape)}", call, [before])
         return result
 
     def _of_module(
@@ -93,6 +104,31 @@ class ActivationHooks:
         if result is not None or versions != [None if one is None else version_of(one) for one in leaves]:
             self._try(hook, where, call, before)
         return result
+
+    def _try_of_weights(
+        self, hook: Callable[..., Any], weight: str, call: Callable[[_Gradients], _Gradients], given: _Gradients
+    ) -> None:
+        """Note a hook on what is made of weights that is not linear. Waits for the device."""
+        if self.found:
+            return
+        with suppress(Exception):  # then it cannot be told
+            trial = _Trial(call, given, self._factor)
+
+            def made(gradients: GradientList, _: object) -> GradientList:
+                with preserved_random_state(device):
+                    return call(gradients)
+
+            device = next(one.device for one in given if one is not None)
+            parts = PartTrial(made, given, self._factor)
+            wrong = trial.is_not_linear() or (parts.is_known and parts.is_not_linear())
+            if wrong and trial.repeats():
+                self.found = (
+                    f"the hook {title_of(hook)!r} on the gradient of what is made of {weight} is called for a part of "
+                    "the batch, and is not linear (it clips, normalises, adds or draws): its result depends on the "
+                    "numbers of micro-batches and replicas. Change gradients of weights between backward and step "
+                    "(optimizer.clip_grad_by_norm), use num_microbatches=1 and one replica, or, for a term that is "
+                    "added, multiply it by booster.gradient_scale."
+                )
 
     def _try(
         self, hook: Callable[..., Any], where: str, call: Callable[[_Gradients], _Gradients], given: _Gradients
@@ -185,7 +221,7 @@ class _Trial:
 
 
 def _spread(gradient: Tensor, largest: float) -> Tensor:
-    """Gradients like these, of which none is zero, and which differ."""
+    """GradientList like these, of which none is zero, and which differ."""
     steps = torch.arange(1, gradient.numel() + 1, device=gradient.device, dtype=torch.float64)
     return (gradient.double() + largest * steps.cos().reshape(gradient.shape)).to(gradient.dtype)
 
@@ -213,16 +249,24 @@ def _is_of_script(hook: Callable[..., Any]) -> bool:
 
 
 class _RegisteredHooks(WatchingMode):
-    """Lets ``around`` be called in place of the hooks that are registered on activations, with each hook."""
+    """Lets ``around`` be called in place of the hooks that are registered on activations.
 
-    def __init__(self, around: Callable[..., Any]):
+    Args:
+        around: called with the hook, and the name of a weight if the tensor is made of weights alone.
+        sources: tells what tensors are made of.
+    """
+
+    def __init__(self, around: Callable[..., Any], sources: Sources):
         super().__init__()
-        self._around = around
+        self._around, self._sources = around, sources
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.register_hook and len(args) == 2 and not args[0].is_leaf and _is_of_script(args[1]):
-            args = args[0], partial(self._around, args[1])
-        return func(*args, **with_lost_weight(func, kwargs or {}))
+            source = self._sources.of(args[0])
+            args = args[0], partial(self._around, args[1], source.weight if source else "")
+        result = func(*args, **with_lost_weight(func, kwargs or {}))
+        self._sources.note(args, kwargs or {}, result)
+        return result
 
     def made(self, result: Any) -> None:
         """Nothing is known of what ran compiled."""

@@ -1,4 +1,4 @@
-"""Find autograd functions of a model or script that add gradients of their own, which nothing weighs."""
+"""Find autograd functions of a model or script whose backward passes make something else of parts of a batch."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, saved_tensors_hooks
 
-from hybridpp.cluster import preserved_random_state
+from hybridpp.cluster import random_state, set_random_state
 from hybridpp.data_parallel.hook_checks import GradientFactor
+from hybridpp.data_parallel.part_trials import TOGETHER, GradientList, PartTrial, Replace
+from hybridpp.data_parallel.sources import GradientSource, source_of
 from hybridpp.nn.names import LIBRARIES
 from hybridpp.nn.snapshot import Snapshot, preserved_buffer_values, preserved_modules
 from hybridpp.nn.torch_private import REGISTERED_OPERATORS, function_of, storage_id
@@ -23,6 +25,10 @@ _FACTOR = 2.0
 _TOLERANCE = 1e-5
 # Of multiples, whose rounding in half precision may differ.
 _ALIKE = 1e-2
+# Names in the code of functions that wait for other ranks.
+_COMMUNICATING = frozenset(
+    {"dist", "distributed", "all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "all_to_all"}
+)
 # Of what the attributes of a node hold.
 _LEVELS = 2
 
@@ -32,12 +38,14 @@ class FunctionChecks:
 
     What they return then they add themselves. It is right if it follows ``booster.gradient_scale``, which is tried too,
     or if each sample has its own, as a sum over samples is the same in parts. Where it goes to a scalar or a parameter,
-    or is a mean over samples, it would count once for each part of a batch. Nothing else is looked at: a backward pass
-    may rightly not be linear (quantised gradients).
+    or is a mean over samples, it would count once for each part of a batch.
 
-    What cannot be told is left alone: functions that run a backward pass inside, or whose second call fails, and all of
-    them if the script has read the factor elsewhere, where it may have kept it for them. Torch's own functions and this
-    library's are not called again.
+    What is made of other gradients must be the parts of one result, see :class:`PartTrial`: a backward pass need not be
+    linear for activations (limits of elements), and may round (quantised gradients).
+
+    What cannot be told is left alone: functions that run a backward pass inside, or communicate, or whose second call
+    fails, and what they add if the script has read the factor elsewhere, where it may have kept it for them; of those
+    that draw, all but what they add. Torch's own functions and this library's are not called again.
 
     Args:
         factor: that is tried.
@@ -54,16 +62,17 @@ class FunctionChecks:
     def trying(self, roots: Iterable[Node]) -> Iterator[None]:
         """A context for a backward pass of one of several parts of a batch, which begins at these nodes."""
         tried = [(node, type(node)) for node in _functions_of_scripts(roots)]
-        for node, kind in tried:
-            node.__class__ = self._on_trial(kind)
+        sources = [source_of(node) for node, _ in tried]
+        for (node, kind), source in zip(tried, sources, strict=True):
+            node.__class__ = self._on_trial(kind, source)
         try:
             yield
         finally:
             for node, kind in tried:  # not all were reached
                 node.__class__ = kind
 
-    def _on_trial(self, kind: Any) -> Any:
-        """A class for one node of this class, whose call is tried.
+    def _on_trial(self, kind: Any, source: GradientSource | None) -> Any:
+        """A class for one node of this class, whose call is tried; ``source``: of what it has made, if that is known.
 
         What the function has saved is read once for all calls: it can be read no second time where it is recomputed.
         """
@@ -87,6 +96,8 @@ class FunctionChecks:
                 if not graphs and not self.found:
                     call = _Calls(node, kind, held, replaced, _results(made))
                     self._try(call, gradients)
+                    if source is not None and not self.found:
+                        self._try_parts(call, gradients, source)
                 return made
             finally:
                 node.__class__ = kind
@@ -104,8 +115,12 @@ class FunctionChecks:
                 return
             with self._factor.inside(_FACTOR):
                 following = calls.run(zeros)
-            left = [index for index in own if not _is_multiple(following[index], added[index], _FACTOR)]
-            if any(calls.is_of_whole(index) or calls.is_mean(index, added[index], zeros) for index in left):
+            left = [
+                (index, one)
+                for index in own
+                if (one := added[index]) is not None and not _is_multiple(following[index], one, _FACTOR)
+            ]
+            if any(calls.is_of_whole(index) or calls.is_mean(index, one, zeros) for index, one in left):
                 self.found = (
                     f"the backward pass of the autograd function {calls.name!r} adds a gradient of its own: it returns "
                     "one for gradients that are zero. It is not weighted as the criterion's loss is, and would count "
@@ -113,6 +128,28 @@ class FunctionChecks:
                     "read in backward; or return that loss from the model, and add it in the criterion; or use "
                     "num_microbatches=1 and one replica."
                 )
+
+    def _try_parts(self, calls: "_Calls", gradients: GradientList, source: GradientSource) -> None:
+        """Note a function that makes something else of parts of a batch. Waits for the device."""
+        if source.num_samples == 1 and calls.keeps_sizes():  # more samples cannot be made of it
+            return
+        with suppress(Exception):  # then it cannot be told
+            trial = PartTrial(calls.run, gradients, self._factor)
+            found = trial.found(source, calls.of_weights(), keeps_samples=calls.keeps_tensors())
+            if not found or calls.has_drawn:
+                return
+            where = f" on what is made of {source.weight}" if source.weight else ""
+            way_out = (
+                "Change each sample, or each element, for itself, and"
+                if found == TOGETHER
+                else "Let it be linear for what several samples share (weights, losses), and"
+            )
+            self.found = (
+                f"the backward pass of the autograd function {calls.name!r}{where} is called for a part of the batch, "
+                f"and {found}: its result depends on the numbers of micro-batches and replicas. {way_out} clip "
+                "gradients of weights between backward and step (optimizer.clip_grad_by_norm); or use "
+                "num_microbatches=1 and one replica."
+            )
 
 
 class _Calls:
@@ -124,6 +161,9 @@ class _Calls:
         held: the attributes that it had before its own call.
         replaced: what is called for each tensor that it has saved, if there is one.
         made: what its own call has returned.
+
+    Attributes:
+        has_drawn: whether a call has drawn numbers.
     """
 
     def __init__(
@@ -136,10 +176,11 @@ class _Calls:
     ):
         self._node, self._kind, self._held, self._replaced = node, kind, held, replaced
         self.made, self.name = made, function_of(kind).__qualname__
+        self.has_drawn = False
         # What was returned may be what was saved, and may be written to.
         self._returned = {storage_id(one) for one in made if one is not None}
 
-    def run(self, gradients: Sequence[Tensor | None], replace: Callable[[Tensor], Tensor] | None = None) -> Any:
+    def run(self, gradients: GradientList, replace: Replace | None = None) -> list[Tensor | None]:
         """What it returns for other gradients: a list; ``replace`` is called for each tensor that it has saved."""
         state, device = vars(self._node), next(one.device for one in gradients if one is not None)
         left = dict(state)
@@ -151,11 +192,25 @@ class _Calls:
         self._replaced.append(own)
         _put(state, {name: own(one) if isinstance(one, Tensor) else one for name, one in self._held.items()})
         try:
-            with preserved_random_state(device), torch.no_grad(), _preserved(self._held.values()):
+            with self._drawing(device), torch.no_grad(), _preserved(self._held.values()):
                 return _results(self._kind.apply(self._node, *gradients))
         finally:
             self._replaced.clear()
             _put(state, left)
+
+    @contextmanager
+    def _drawing(self, device: torch.device) -> Iterator[None]:
+        """Inside, it is noted whether numbers are drawn; the generators are restored after it."""
+        before = random_state(device)
+        try:
+            yield
+        finally:
+            after = random_state(device)
+            self.has_drawn |= any(
+                one is not None and two is not None and not torch.equal(one, two)
+                for one, two in zip(before, after, strict=True)
+            )
+            set_random_state(before, device)
 
     def is_of_whole(self, index: int) -> bool:
         """Whether a gradient is of something that samples share: a scalar or a parameter."""
@@ -163,9 +218,31 @@ class _Calls:
         assert made is not None, "it is added"
         if made.numel() == 1 and made.dim() <= 1:
             return True
+        return hasattr(self._inputs().get(index), "variable")
+
+    def of_weights(self) -> set[int]:
+        """The indices of the gradients that are of weights, or of what is made of weights alone."""
+        found = set()
+        for index, node in self._inputs().items():
+            source = source_of(node)
+            if isinstance(getattr(node, "variable", None), nn.Parameter) or (source is not None and source.weight):
+                found.add(index)
+        return found
+
+    def keeps_tensors(self) -> bool:
+        """Whether the function has kept tensors of its forward."""
+        return bool(self._node.saved_tensors) or any(isinstance(one, Tensor) for one in self._held.values())
+
+    def keeps_sizes(self) -> bool:
+        """Whether the function has kept a number that may be that of one sample."""
+        held = (one if isinstance(one, tuple | list) else (one,) for one in self._held.values())
+        return any(type(number) is int and number == 1 for one in held for number in one)
+
+    def _inputs(self) -> dict[int, Node]:
+        """The nodes that gradients go to, by index, if that can be told."""
         needed = [one for one, is_needed in enumerate(self._node.needs_input_grad) if is_needed]
         edges = [one for one, _ in self._node.next_functions if one is not None]
-        return len(needed) == len(edges) and index in needed and hasattr(edges[needed.index(index)], "variable")
+        return dict(zip(needed, edges, strict=True)) if len(needed) == len(edges) else {}
 
     def is_mean(self, index: int, added: Tensor, zeros: Sequence[Tensor | None]) -> bool:
         """Whether what is added is divided by the number of samples: in half of them, each gets the double."""
@@ -251,7 +328,8 @@ def _may_be_called_again(function: Any) -> bool:
     module = str(function.__module__)
     if module.partition(".")[0] in LIBRARIES and not module.startswith(REGISTERED_OPERATORS):
         return False
-    return not any("backward" in name for code in _codes(function.backward) for name in code.co_names)
+    names = {name for code in _codes(function.backward) for name in code.co_names}
+    return not any("backward" in name or name in _COMMUNICATING for name in names)
 
 
 def _codes(function: Any) -> Iterator[CodeType]:

@@ -16,6 +16,8 @@ _FACTOR = 2.0**20
 _LARGEST_IN_FP16 = 2.0**14
 TOLERANCE = 1e-5
 """Of the largest number that is compared."""
+# Of norms: a difference below is the rounding of a format (8 bits with one step for a tensor, or 2 bits of mantissa).
+_ALIKE = 0.2
 
 
 class GradientFactor:
@@ -53,16 +55,30 @@ def factor_for(largest: float, dtypes: Collection[torch.dtype]) -> float:
     return _FACTOR
 
 
+def wave(like: Tensor, step: float) -> Tensor:
+    """Numbers from -1 to 1 of which few are near zero, in the shape of a tensor."""
+    steps = torch.arange(1, like.numel() + 1, device=like.device, dtype=torch.float32)
+    return (steps * step).cos().reshape(like.shape).to(like.dtype)
+
+
+def differ(one: Tensor, other: Tensor) -> bool:
+    """Whether two results differ by more than formats round; those with inf or NaN cannot be told apart."""
+    one, other = one.double(), other.double()
+    if not (one.isfinite().all() and other.isfinite().all()):
+        return False
+    return bool((one - other).norm() > _ALIKE * torch.maximum(one.norm(), other.norm()))
+
+
 def title_of(hook: Callable[..., Any]) -> str:
     """The name of a hook, in errors."""
     return getattr(hook, "__qualname__", type(hook).__name__)
 
 
 class HookChecks:
-    """Calls hooks on the gradients of parameters once more, with a multiple of what they were given.
+    """Calls hooks on the gradients of parameters again, with a multiple of what they were given, and with a sum.
 
-    A linear one makes the same multiple of it. Each hook is checked in the first pass in which it returns or writes a
-    gradient; later passes pay nothing. Hooks that only look are not called again.
+    A linear one makes the same multiple of it, and a sum of sums. Each hook is checked in the first pass in which it
+    returns or writes a gradient; later passes pay nothing. Hooks that only look are not called again.
 
     Args:
         parameters: whose hooks are checked, by name.
@@ -165,14 +181,16 @@ class HookChecks:
             return
         factor = factor_for(largest, {before.dtype})
         self._known.add(key)
-        expected = made.detach().clone() * factor
+        made = made.detach().clone()
+        expected = made * factor
         other: Tensor | None = None
         # It may depend on what it has done already.
         with suppress(Exception), self.factor.inside(factor):
             other = again(before * factor)
         if other is None or not expected.isfinite().all():
             return
-        if bool((other.detach() - expected).abs().max() > TOLERANCE * expected.abs().max()):
+        is_multiple = bool((other.detach() - expected).abs().max() <= TOLERANCE * expected.abs().max())
+        if not is_multiple or not self._adds_up(before, made, largest * wave(before, 1.7), again):
             self.found = (
                 f"the hook {title_of(hook)!r} on the gradient of {name} is called "
                 "for a part of the batch, and is not linear (it clips, normalises, adds or draws): its result depends "
@@ -180,3 +198,15 @@ class HookChecks:
                 "num_microbatches=1 and one replica, or, for a term that is added, multiply it by "
                 "booster.gradient_scale."
             )
+
+    def _adds_up(self, before: Tensor, made: Tensor, other: Tensor, again: Callable[[Tensor], Tensor | None]) -> bool:
+        """Whether what a hook makes of two gradients is, together, what it makes of their sum."""
+        with suppress(Exception):  # then it cannot be told
+            total = before + other
+            with self.factor.inside():
+                alone = again(other)
+            alone = None if alone is None else alone.detach().clone()
+            with self.factor.inside(2.0):  # as of both parts
+                together = again(total)
+            return alone is None or together is None or not differ(made + alone, together.detach())
+        return True

@@ -98,6 +98,7 @@ def decay(weight):
 NOT_LINEAR = {
     "clamp": lambda weight: lambda gradient: gradient.clamp(-1, 1),
     "normalise": lambda weight: lambda gradient: gradient / gradient.norm(),
+    "positive": lambda weight: lambda gradient: gradient.relu(),
     "decay": decay,
     "draw": lambda weight: lambda gradient: gradient + torch.randn_like(gradient),
 }
