@@ -221,7 +221,7 @@ class _Trial:
 
 
 def _spread(gradient: Tensor, largest: float) -> Tensor:
-    """GradientList like these, of which none is zero, and which differ."""
+    """Gradients like these, of which none is zero, and which differ."""
     steps = torch.arange(1, gradient.numel() + 1, device=gradient.device, dtype=torch.float64)
     return (gradient.double() + largest * steps.cos().reshape(gradient.shape)).to(gradient.dtype)
 

@@ -293,9 +293,14 @@ class GradientBuckets:
         """Whether the script has hooks on the gradients of parameters."""
         return self._hooks.has_others
 
-    def checks(self, model: nn.Module) -> GradientChecks:
-        """What finds code of the script or the user's model that makes of gradients what depends on the layout."""
-        return GradientChecks(model, HookChecks(self.parameters, self._hooks.keys))
+    def checks(self, model: nn.Module, divided: Mapping[str, int]) -> GradientChecks:
+        """What finds code of the script or the user's model that makes of gradients what depends on the layout.
+
+        Args:
+            model: the user's.
+            divided: the dimensions along which ranks share parameters, by name.
+        """
+        return GradientChecks(model, HookChecks(self.parameters, self._hooks.keys, divided))
 
     def outside(self) -> OutsideGradients:
         """Where gradients are added that are computed outside of autograd."""

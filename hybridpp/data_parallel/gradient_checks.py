@@ -23,7 +23,7 @@ class GradientChecks:
     """
 
     def __init__(self, model: nn.Module, hooks: HookChecks):
-        self.is_first = True
+        self.is_first, self._in_parts = True, True
         self._hooks, self._functions = hooks, FunctionChecks(hooks.factor)
         self._activations = ActivationHooks(model, hooks.factor)
 
@@ -32,17 +32,20 @@ class GradientChecks:
         return self._hooks.factor.read()
 
     @contextmanager
-    def watching(self, *, has_hooks: bool) -> Iterator[bool]:
+    def watching(self, *, has_hooks: bool, in_parts: bool = True) -> Iterator[bool]:
         """A context for passes; gives whether anything is tried in them.
 
         Args:
             has_hooks: whether the script has hooks on the gradients of parameters.
+            in_parts: whether the passes are of parts of a batch; else only hooks on what ranks share are tried.
         """
+        self._in_parts = in_parts
+        is_first = self.is_first and in_parts
         if not has_hooks:
-            yield self.is_first
+            yield is_first
             return
-        with self._hooks.watching() as watches:
-            yield self.is_first or watches
+        with self._hooks.watching(in_parts=in_parts) as watches:
+            yield is_first or watches
 
     @contextmanager
     def watching_forward(self, num_samples: int | None = None) -> Iterator[None]:
@@ -53,7 +56,7 @@ class GradientChecks:
     @contextmanager
     def trying(self, nodes: Iterable[Node]) -> Iterator[None]:
         """A context for a backward pass that begins at these nodes; after the first step, nothing is tried."""
-        with self._functions.trying(nodes) if self.is_first else nullcontext():
+        with self._functions.trying(nodes) if self.is_first and self._in_parts else nullcontext():
             yield
 
     def refusal(self) -> str:
@@ -62,5 +65,5 @@ class GradientChecks:
         found = next((one.found for one in parts if one.found), "")
         for one in parts:
             one.found = ""
-        self.is_first = False
+        self.is_first = self.is_first and not self._in_parts
         return found

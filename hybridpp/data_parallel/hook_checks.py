@@ -83,14 +83,17 @@ class HookChecks:
     Args:
         parameters: whose hooks are checked, by name.
         own: keys of this library's hooks.
+        divided: the dimensions along which ranks share parameters, by name. What a hook makes of one part of it must
+            not depend on the others, in a complete batch too.
 
     Attributes:
         found: why the passes are refused; empty: they are not.
         factor: by which a hook's gradient is multiplied now; what it adds to gradients must follow.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], own: Collection[int]):
+    def __init__(self, parameters: Mapping[str, nn.Parameter], own: Collection[int], divided: Mapping[str, int]):
         self.factor = GradientFactor()
+        self._divided, self._in_parts = divided, True
         self._parameters = parameters
         # Keys are unique among all hooks of a process.
         self._known = set(own)
@@ -99,10 +102,16 @@ class HookChecks:
         self.found = ""
 
     @contextmanager
-    def watching(self) -> Iterator[bool]:
-        """A context for passes of one of several parts of a batch; gives whether there is a hook to check."""
+    def watching(self, *, in_parts: bool = True) -> Iterator[bool]:
+        """A context for passes; gives whether there is a hook to check.
+
+        Args:
+            in_parts: whether they are of parts of a batch; else only hooks on what ranks share are checked.
+        """
+        self._in_parts = in_parts
         placed: list[tuple[Any, int, Any]] = []
-        for name, parameter in self._parameters.items():
+        for name in self._parameters if in_parts else self._divided:
+            parameter = self._parameters[name]
             kinds = (backward_hooks_of(parameter), self._of_gradient), (accumulated_hooks_of(parameter), self._of_sum)
             for held, check in kinds:
                 hooks: Any = held or {}
@@ -181,6 +190,16 @@ class HookChecks:
             return
         factor = factor_for(largest, {before.dtype})
         self._known.add(key)
+        if name in self._divided and self._couples(before, self._divided[name], largest, again):
+            self.found = (
+                f"the hook {title_of(hook)!r} on the gradient of {name} is called for this rank's shard of it, and "
+                "makes something of all elements together (their norm, for example), which needs the other ranks' "
+                "shards. Change gradients between backward and step (optimizer.clip_grad_by_norm), use tp_size=1, or a "
+                "tensor_parallel_plan that leaves the layer as it is."
+            )
+            return
+        if not self._in_parts:
+            return
         made = made.detach().clone()
         expected = made * factor
         other: Tensor | None = None
@@ -198,6 +217,24 @@ class HookChecks:
                 "num_microbatches=1 and one replica, or, for a term that is added, multiply it by "
                 "booster.gradient_scale."
             )
+
+    def _couples(self, before: Tensor, dim: int, largest: float, again: Callable[[Tensor], Tensor | None]) -> bool:
+        """Whether what a hook makes of the first half of a shard depends on the second."""
+        base = largest * factor_for(8 * largest, {before.dtype}) * wave(before, 1.0)
+        half = before.size(dim) // 2
+        if not half:
+            return False
+        other = base.clone()
+        rest = other.narrow(dim, half, before.size(dim) - half)
+        rest.copy_(8 * rest.abs())
+        made: list[Tensor] = []
+        with suppress(Exception):  # then it cannot be told
+            for one in (base, other, base):
+                with self.factor.inside():
+                    result = again(one.clone())
+                if result is not None:
+                    made.append(result.detach().narrow(dim, 0, half).clone())
+        return len(made) == 3 and differ(made[0], made[1]) and not differ(made[0], made[2])
 
     def _adds_up(self, before: Tensor, made: Tensor, other: Tensor, again: Callable[[Tensor], Tensor | None]) -> bool:
         """Whether what a hook makes of two gradients is, together, what it makes of their sum."""

@@ -488,9 +488,11 @@ class Engine(EngineParts):
         """A context for passes, in which code is tried that is called for parts of the batch; whether any is."""
         checks = self.optimizer.gradient_checks if self.optimizer and task.training else None
         has_hooks = self.buckets is not None and self.buckets.has_hooks
-        if checks is None or not (checks.is_first or has_hooks) or self._is_whole(batch):
+        in_parts = not self._is_whole(batch)
+        is_tried = in_parts or (has_hooks and self.layout.tp.size > 1)
+        if checks is None or not is_tried or not (checks.is_first or has_hooks):
             return nullcontext(task.training and self.kept_state is not None and self.kept_state.is_active)
-        return checks.watching(has_hooks=has_hooks)
+        return checks.watching(has_hooks=has_hooks, in_parts=in_parts)
 
     def _is_whole(self, batch: SplitBatch) -> bool:
         """Whether the batches of all replicas are one micro-batch."""

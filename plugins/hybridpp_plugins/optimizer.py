@@ -176,9 +176,10 @@ class HybridOptimizer(SteppingOptimizer):
             try:
                 for one in (self, *partners):
                     stack.enter_context(one.recompute_context())
-                    is_checked = one._reducer.has_hooks or (one.gradient_checks and one.gradient_checks.is_first)
-                    if one.gradient_checks is not None and is_checked and num_replicas > 1:
-                        stack.enter_context(one.gradient_checks.watching(has_hooks=one._reducer.has_hooks))
+                    has_hooks, in_parts = one._reducer.has_hooks, num_replicas > 1
+                    is_checked = has_hooks or (one.gradient_checks and one.gradient_checks.is_first and in_parts)
+                    if one.gradient_checks is not None and is_checked:
+                        stack.enter_context(one.gradient_checks.watching(has_hooks=has_hooks, in_parts=in_parts))
                         checks.append(one.gradient_checks)
                 if self.manual_losses is not None:
                     is_syncing = self._reducer.is_syncing

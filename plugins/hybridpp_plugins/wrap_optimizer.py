@@ -67,7 +67,9 @@ def wrap_optimizer(
         shards = {name for name in weights.parameters if name in sharded and not sharded[name].has_copies()}
         boosted.accumulated.clip_detector.sharded = shards
         boosted.accumulated.clip_detector.peers = layout.grid.groups("tp")
-    boosted.gradient_checks = buckets.checks(model)
+    boosted.gradient_checks = buckets.checks(
+        model, {name: sharded[name].dim for name in weights.parameters if name in sharded}
+    )
     boosted.on_release, boosted.groups_before = unfuse, before
     return buckets, boosted
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import assert_near, boosted, sgd
+from support import assert_near, boosted, image_batch, sgd, small_vit, train
 from torch import nn
 
 from hybridpp.cluster import Loopback
@@ -157,3 +157,39 @@ def test_a_hook_on_one_stage_is_refused_on_every_rank():
     first, second = Loopback(2).run(run)
     assert first == second
     assert "on the gradient of 0.weight" in first
+
+
+SHARDED = {"tensor_parallel_plan": {"*.fc1": "column", "*.fc2": "row"}}
+
+
+def vit_with(hook):
+    def make():
+        model = small_vit()
+        model.vit.layers[0].mlp.fc1.weight.register_hook(hook)
+        return model
+
+    return make
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_microbatches": 2}, {"dp_size": 2, "zero_stage": 1}], ids=str)
+@pytest.mark.parametrize(
+    "hook", [lambda gradient: gradient / gradient.norm(), lambda gradient: gradient - 2 * gradient.mean(0)]
+)
+def test_a_hook_that_needs_all_shards_is_refused_by_name(hook, settings):
+    with pytest.raises(
+        ConfigError, match=r"the hook .* on the gradient of .*fc1\.weight is called for this rank's shard"
+    ):
+        train(vit_with(hook), [image_batch(4)], tp_size=2, **SHARDED, **settings)
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda gradient: gradient.clamp(-0.01, 0.01),
+        lambda gradient: 0.1 * gradient / gradient.norm(dim=1, keepdim=True),
+        lambda gradient: -gradient,
+    ],
+)
+def test_a_hook_that_changes_rows_of_shards_for_themselves_is_right(hook):
+    found = train(vit_with(hook), [image_batch(4)] * 2, tp_size=2, **SHARDED)
+    assert_near(found["weights"], train(vit_with(hook), [image_batch(4)] * 2)["weights"], 1e-6)
