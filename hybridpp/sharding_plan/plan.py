@@ -70,12 +70,15 @@ class Plan(NamedTuple):
         styles: the same as text, by the module's name: see :func:`parse_style`.
         reasons: why modules stay replicated that could be expected to be divided, by name.
         differences: layers that the model's own plan (transformers' ``_tp_plan``) divides in another way, as text.
+        ways: the ways that blocks took in the call that was tried, by name; see
+            :class:`~hybridpp.plan_search.block_ways.WayRecorder`.
     """
 
     spec: ShardingSpec = ShardingSpec()
     styles: Mapping[str, str] = {}
     reasons: Mapping[str, str] = {}
     differences: tuple[str, ...] = ()
+    ways: Mapping[str, frozenset[int]] = {}
 
 
 def parse_style(text: str) -> LayerStyle:

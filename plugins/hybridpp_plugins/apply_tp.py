@@ -32,6 +32,7 @@ from hybridpp_plugins.find_tp_plan import find_tp_plan, of_first_rank
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.sample import Samples
 from hybridpp_plugins.tp_hook_check import check_hooks_of_blocks
+from hybridpp_plugins.tp_ways_check import TensorParallelWaysCheck, sharded_blocks
 
 _NUMBER = r"(?<=\.)\d+(?=[.':]|$)"
 
@@ -48,6 +49,7 @@ class AppliedTensorParallel(NamedTuple):
         sequence_blocks: blocks that run on sequence shards, with the modules inside that must run within the block's
             forward.
         part_reads: refuses code that reads parts of weights; None: no layer is sharded.
+        ways_check: looks at what sharded blocks do in the run; None: there are none.
     """
 
     weight_gradients: WeightGradients
@@ -57,6 +59,7 @@ class AppliedTensorParallel(NamedTuple):
     draws: DrawMonitor | None = None
     sequence_blocks: Mapping[str, Collection[str]] = MappingProxyType({})
     part_reads: PartReadCheck | None = None
+    ways_check: TensorParallelWaysCheck | None = None
 
 
 def apply_tensor_parallel(
@@ -101,7 +104,11 @@ def apply_tensor_parallel(
         get_dist_logger().warning(_replicated_modules(model, plan, sequences), ranks=[0])
     for difference in dict.fromkeys(re.sub(_NUMBER, "*", line) for line in plan.differences):
         get_dist_logger().info(f"tensor parallelism differs from the model's own plan: {difference}", ranks=[0])
-    return apply_sharding(adapter, Sharding(plan, sequences), tp, compiled)
+    in_compiled = compiled_parts(model)
+    names = [name for name in find_units(model, 1).blocks if walk.submodule(model, name) not in in_compiled]
+    blocks = sharded_blocks(model, names, plan, sequences)
+    applied = apply_sharding(adapter, Sharding(plan, sequences), tp, compiled)
+    return applied._replace(ways_check=TensorParallelWaysCheck(blocks, tp) if blocks else None)
 
 
 def _refuse_layers(model: nn.Module, plan: Plan, layout: Layout, formats: RunFormats) -> None:

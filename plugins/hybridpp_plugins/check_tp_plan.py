@@ -15,7 +15,7 @@ from hybridpp.nn.torch_private import parameters_of, pytree
 from hybridpp.nn.weight_reads import WeightReads
 from hybridpp.partition import find_units
 from hybridpp.pipeline import call_arguments
-from hybridpp.plan_search import CheckedPlan, PlanFault, RunFormats, SampleRun, check_plan
+from hybridpp.plan_search import CheckedPlan, PlanFault, RunFormats, SampleRun, check_plan, recorded_ways
 from hybridpp.sharding_plan import Plan, ShardingSpec, ShardKind
 from hybridpp_plugins.common_plans import CommonPlans
 from hybridpp_plugins.find_tp_plan import calls_of_blocks, of_first_rank
@@ -42,35 +42,39 @@ def checked_tp_plan(
         ConfigError: with the plan, the model would compute something else; on every rank.
     """
 
-    def find() -> CheckedPlan:
+    def find() -> tuple[CheckedPlan, dict[str, frozenset[int]]]:
         try:
             samples = find_samples()
         except ConfigError:
-            return CheckedPlan(plan.spec, [], {"": "there is no sample of a batch"})
+            return CheckedPlan(plan.spec, [], {"": "there is no sample of a batch"}), {}
         settings = "checked", size, pickle.dumps(plan.spec), formats and formats.described(model)
         return common.get(settings, model, samples, lambda: check(samples)) if common else check(samples)
 
-    def check(samples: Samples) -> CheckedPlan:
+    def check(samples: Samples) -> tuple[CheckedPlan, dict[str, frozenset[int]]]:
         blocks = find_units(model, 1).blocks
         read: list[str] = []
         readers = readers_of_parts(model, plan.spec, blocks)
         results: dict[str, Any] = {}
         with preserved_random_state(torch.device("cpu")):
             try:
-                with WeightReads(model, readers, read.append).watched(), _results(model, blocks, results):
+                with (
+                    WeightReads(model, readers, read.append).watched(),
+                    _results(model, blocks, results),
+                    recorded_ways(model, blocks) as ways,
+                ):
                     calls, more, _ = calls_of_blocks(model, blocks, samples)
             except Exception as error:  # whatever a model raises
-                return CheckedPlan(
-                    plan.spec, [], {"": f"it does not run on the sample ({type(error).__name__}: {error})"}
-                )
+                why = f"it does not run on the sample ({type(error).__name__}: {error})"
+                return CheckedPlan(plan.spec, [], {"": why}), {}
             if read:
                 holder = read[0].rpartition(".")[0]
                 why = f"has a part of {read[0]!r}, which code outside of it reads as if it were complete"
-                return CheckedPlan(plan.spec, [PlanFault(holder, [holder], why, None)], {})
+                return CheckedPlan(plan.spec, [PlanFault(holder, [holder], why, None)], {}), {}
             run = SampleRun(call_arguments(samples.batches[0]), calls, more, results)
-            return check_plan(model, plan, blocks, run, size, formats)
+            checked = check_plan(model, plan, blocks, run, size, formats)
+        return checked, {name: taken for name, taken in ways.items() if name not in checked.unchecked}
 
-    checked = of_first_rank(find, control)
+    checked, ways = of_first_rank(find, control)
     if checked.faults:
         raise ConfigError(_refusal(model, plan, checked.faults, size))
     if checked.unchecked:
@@ -80,7 +84,7 @@ def checked_tp_plan(
             "together is not known. Pass a sample that the model runs on to booster.boost.",
             ranks=[0],
         )
-    return plan._replace(spec=checked.spec)
+    return plan._replace(spec=checked.spec, ways=ways)
 
 
 def readers_of_parts(

@@ -201,6 +201,8 @@ class Engine(EngineParts):
             task = self._task(batch, infos, called, losses, options.return_outputs)
             if training and self.kept_state is not None:
                 self.kept_state.begin(self._counts(infos))
+            if self.ways_check is not None:
+                self.ways_check.begin(training)
             self._mark("actions")
             result, loss, num_items = self._run(
                 batch, task, self._program(infos, training), failure, getattr(called, "identity", None), losses
@@ -461,10 +463,10 @@ class Engine(EngineParts):
                 # Without pipelines, the other replicas learn with the losses whether this one got through the passes.
                 early = task.criterion is not None and self.layout.pp.size > 1
                 with self._checked(batch, task) as is_checked:
-                    early = early and not is_checked  # they learn what is found, too
+                    early = early and not (is_checked or self._looks_at_ways)  # they learn what is found, too
                     result = self._execute(batch, task, program, losses_known if early else _nothing)
-            if is_checked:
-                failure = failure or self._refusal()
+            if is_checked or self._looks_at_ways:
+                failure = failure or self._refusal(task.training)
             self._mark("end")
             if task.criterion is not None and end is None:
                 losses_known(result)
@@ -494,6 +496,10 @@ class Engine(EngineParts):
             return nullcontext(task.training and self.kept_state is not None and self.kept_state.is_active)
         return checks.watching(has_hooks=has_hooks, in_parts=in_parts)
 
+    @property
+    def _looks_at_ways(self) -> bool:
+        return self.ways_check is not None and self.ways_check.is_active
+
     def _is_whole(self, batch: SplitBatch) -> bool:
         """Whether the batches of all replicas are one micro-batch."""
         return len(batch.microbatches) * self.layout.dp.size == 1
@@ -515,6 +521,7 @@ class Engine(EngineParts):
         if buffers is not None:
             buffers.begin()
         is_watched = self.first_step is not None or (self.kept_state is not None and self.kept_state.is_active)
+        is_watched = is_watched or self._looks_at_ways
         with self._noted(), self._watched(batch, task.training) if is_watched else nullcontext():
             result = self.executor.run(program, task, recorder, losses_known)
         self._share_buffers(task)

@@ -10,7 +10,7 @@ import torch
 from hybridpp.cluster import Patience, get_dist_logger
 from hybridpp.config import PipelineConfig
 from hybridpp.data_parallel import GradientReducer, RunningStatistics
-from hybridpp.errors import DeadlockError, PeerError, PeerTimeoutError
+from hybridpp.errors import ConfigError, DeadlockError, PeerError, PeerTimeoutError
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.nn import walk
 from hybridpp.partition import StagedModel
@@ -44,6 +44,7 @@ from hybridpp_plugins.schedule_planner import SchedulePlanner
 from hybridpp_plugins.step_epilogue import FoundInPassError, StepEpilogue
 from hybridpp_plugins.step_problems import StepProblems
 from hybridpp_plugins.step_results import StepResults
+from hybridpp_plugins.tp_ways_check import TensorParallelWaysCheck
 from hybridpp_plugins.trained_weights import TrainedWeights
 from hybridpp_plugins.unfinished_step import UnfinishedStep
 
@@ -70,6 +71,7 @@ class EngineParts:
         weights: those that it trains, and their fp32 masters.
         original: the model's names and dtypes before boost.
         module_dtypes: modules that compute in another dtype than the rest.
+        ways_check: looks at what sharded blocks do in some steps; None: there are none.
         criterion_check: knows what the losses of criteria are means over.
         statistics: running statistics of the model.
         criteria: checks whether criteria have weights that train.
@@ -103,6 +105,7 @@ class EngineParts:
     original: OriginalModelInfo
     module_dtypes: ModuleDtypes
     statistics: RunningStatistics
+    ways_check: TensorParallelWaysCheck | None = None
     criterion_check: CriterionCheck = field(default_factory=CriterionCheck)
     signatures: SignatureCache = field(init=False)
     criteria: CriterionWeights = field(init=False)
@@ -218,6 +221,8 @@ class EngineParts:
                 stack.enter_context(self.first_step.watched(self.model, batch, training))
             if self.kept_state is not None and training:
                 stack.enter_context(self.kept_state.watching({one.num_samples for one in batch.microbatches}))
+            if self.ways_check is not None:
+                stack.enter_context(self.ways_check.watching())
             yield
         if training:
             self.first_step = None
@@ -227,13 +232,20 @@ class EngineParts:
         if self.kept_state is not None and self.kept_state.end():
             self.kept_state = self.epilogue.kept_state = None
 
-    def _refusal(self) -> Exception | None:
+    def _refusal(self, training: bool) -> Exception | None:
         """Why the passes of a step that was looked at are refused on all ranks; None: they are not."""
-        checks = None if self.optimizer is None else self.optimizer.gradient_checks
-        found = "" if checks is None else checks.refusal()
-        if self.kept_state is not None:
-            found = found or self.kept_state.refusal()
-        return FoundInPassError(found) if found else None
+        found = ""
+        if training:
+            checks = None if self.optimizer is None else self.optimizer.gradient_checks
+            found = "" if checks is None else checks.refusal()
+            if self.kept_state is not None:
+                found = found or self.kept_state.refusal()
+        if self.ways_check is not None and self.ways_check.is_active:
+            found = self.ways_check.refusal() or found
+        if not found:
+            return None
+        # Each rank ends an evaluation when it reads the loss, where they do not exchange words.
+        return FoundInPassError(found) if training else ConfigError(found)
 
     def _leave_unfinished(
         self,

@@ -32,6 +32,7 @@ from hybridpp.plan_search import (
     infer_plan,
     large_tables,
     record_table_uses,
+    recorded_ways,
 )
 from hybridpp.precision import find_module_dtypes, fp32_norms, torch_dtype
 from hybridpp.sharding_plan import Plan, spec_of_styles
@@ -74,6 +75,7 @@ def find_tp_plan(
             record_table_uses(large_tables(model, blocks)) as uses,
             watched_insides(model, blocks, transformed) as entered,
             watched_reads(model, blocks) as read,
+            recorded_ways(model, blocks) as ways,
         ):
             calls, more, collected = calls_of_blocks(model, blocks, samples)
         blocks = tuple(name for name in blocks if name not in transformed)
@@ -88,6 +90,7 @@ def find_tp_plan(
             spec=found.spec | spec_of_styles(model, ends.styles, size),
             styles={**found.styles, **ends.styles},
             reasons={**found.reasons, **ends.reasons, **outside, **transformed},
+            ways=ways,
         )
 
     return of_first_rank(find, control)

@@ -130,6 +130,8 @@ def boost(parts: Boosted, context: BoostContext, index: int, compared: ComparedF
         if has_none or layout.tp.size > 1:
             boosted.weights_in_loss = WeightsInLoss(model, applied_tp.summed, has_none=has_none)
             staged.around_call = boosted.weights_in_loss.around(staged.around_call)
+        if applied_tp.ways_check is not None:
+            staged.around_call = applied_tp.ways_check.around(staged.around_call, lambda: boosted.applied_steps)
         if boosted.replica_buffers is not None:
             staged.around_call = boosted.replica_buffers.around(staged.around_call)
         if boosted.manual_losses is not None:
@@ -151,6 +153,7 @@ def boost(parts: Boosted, context: BoostContext, index: int, compared: ComparedF
         original=original,
         module_dtypes=module_dtypes,
         statistics=statistics,
+        ways_check=applied_tp.ways_check,
     )
     if placed.weights.sharded is not None or max(layout.tp.size, layout.pp.size) > 1:
         ModelStates(model, original.dtypes, layout.tp.rank, placed.weights).put(adapter)
