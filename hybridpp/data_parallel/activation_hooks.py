@@ -42,17 +42,25 @@ class ActivationHooks:
         self._num_samples: int | None = None
         self.found = ""
 
+    def keys(self) -> frozenset[int]:
+        """The numbers of the script's hooks on gradients of modules."""
+        return frozenset(key for _, _, key, _ in self._of_modules())
+
+    def _of_modules(self) -> Iterator[tuple[str, dict[int, Callable[..., Any]], int, Callable[..., Any]]]:
+        """The script's hooks on gradients of modules: the module's name, where the hook is held, its number, and it."""
+        for name, module in walk.named_modules(self._model):
+            for held in gradient_hooks_of_module(module):
+                for key, hook in list(held.items()):
+                    if _is_of_script(hook):
+                        yield name, held, key, hook
+
     @contextmanager
     def watching(self, num_samples: int | None) -> Iterator[None]:
         """A context for the forward of a part of a batch; ``num_samples``: in it, if that is known."""
         self._num_samples = num_samples
         replaced = Replacements()
-        for name, module in walk.named_modules(self._model):
-            for held in gradient_hooks_of_module(module):
-                for key, hook in list(held.items()):
-                    if _is_of_script(hook):
-                        where = f"on the gradients of {name or 'the model'}"
-                        replaced.put(held, key, partial(self._of_module, hook, where))
+        for name, held, key, hook in self._of_modules():
+            replaced.put(held, key, partial(self._of_module, hook, f"on the gradients of {name or 'the model'}"))
         try:
             with _RegisteredHooks(self._of_tensor, Sources(self._model, num_samples)):
                 yield

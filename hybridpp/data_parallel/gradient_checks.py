@@ -10,9 +10,14 @@ from hybridpp.data_parallel.activation_hooks import ActivationHooks
 from hybridpp.data_parallel.function_checks import FunctionChecks
 from hybridpp.data_parallel.hook_checks import HookChecks
 
+# A script may put hooks on modules in every step.
+_MAX_TRIED_AGAIN = 8
+
 
 class GradientChecks:
     """Tries hooks on the gradients of parameters when they first change one, and the rest in the first pass.
+
+    A pass before which the script has put hooks on gradients of modules is tried like the first one.
 
     Args:
         model: the user's.
@@ -26,6 +31,17 @@ class GradientChecks:
         self.is_first, self._in_parts = True, True
         self._hooks, self._functions = hooks, FunctionChecks(hooks.factor)
         self._activations = ActivationHooks(model, hooks.factor)
+        self._known_hooks: frozenset[int] | None = None
+        self._num_tried_again = 0
+
+    def look(self) -> None:
+        """Call before passes if hooks may have been put on modules since those before."""
+        if self._num_tried_again == _MAX_TRIED_AGAIN:
+            return
+        known, self._known_hooks = self._known_hooks, self._activations.keys()
+        if known is not None and self._known_hooks - known and not self.is_first:
+            self._num_tried_again += 1
+            self.is_first = True
 
     def read_factor(self) -> float:
         """By which the gradient is multiplied that something on trial is given now; the script's part of the factor."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from hybridpp.cluster import Section, microbatch_key, preserved_random_state, stream_seeder
 from hybridpp.errors import ClosedError, ConfigError, DeadlockError, PeerError, RefusedByPeerError
@@ -226,6 +227,7 @@ class Engine(EngineParts):
             self._mark("")
         if self.optimizer is not None and self.optimizer.modes is not None:
             self.optimizer.modes.passed()
+        self._last_hook = RemovableHandle.next_id  # passes put hooks on tensors, too
         if training:
             if self.kept_state is not None:
                 self._end_checks()
@@ -292,6 +294,8 @@ class Engine(EngineParts):
             parts = None if self.optimizer is None else self.optimizer.weights_in_loss
             criterion = self.criteria.reading(criterion, parts)
         checks = self.optimizer.gradient_checks if training and self.optimizer else None
+        if checks is not None and RemovableHandle.next_id != self._last_hook:
+            checks.look()
         if checks is not None and (not checks.is_first or self._is_whole(batch)):
             checks = None
         return PipelineStep(

@@ -146,6 +146,8 @@ class EngineParts:
         self._max_stored = (recomputation.max_stored_microbatches or 0) if recomputation else 0
         # By the numbers of micro-batches of all replicas and of this replica, and by training or evaluation.
         self._programs: dict[tuple[frozenset[int], int, bool], RankProgram] = {}
+        # Hooks of all kinds are numbered: by others, the script has put some on modules since the step before.
+        self._last_hook = 0
 
     def __deepcopy__(self, memo: Any) -> CopiedModel:
         """A placeholder: a copy of a boosted model (averaged weights, for example) is not boosted."""

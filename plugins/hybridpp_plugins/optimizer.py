@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from hybridpp.cluster import gather_numbers
 from hybridpp.config import OptimizerConfig, Precision
@@ -92,6 +93,8 @@ class HybridOptimizer(SteppingOptimizer):
         self.statistics: RunningStatistics | None = None
         self.stop_exchange: StopExchange | None = None
         self.gradient_checks: GradientChecks | None = None
+        # Hooks of all kinds are numbered.
+        self._last_hook = 0
         self.failed_pass: FailedPass | None = None
         self.manual_losses: ManualLosses | None = None
         self.weights_in_loss: WeightsInLoss | None = None
@@ -119,6 +122,8 @@ class HybridOptimizer(SteppingOptimizer):
     def checked_call(self, model: nn.Module) -> AbstractContextManager[None]:
         """A context for the script's own calls of the model, in which hooks are found until its first backward pass."""
         checks = self.gradient_checks
+        if checks is not None and RemovableHandle.next_id != self._last_hook:
+            checks.look()
         if checks is None or not checks.is_first or self.norm.num_replicas == 1 or not torch.is_grad_enabled():
             return nullcontext()
         if any(map(is_compiled_by_script, walk.modules(model))):  # it would be traced with what watches
@@ -201,6 +206,7 @@ class HybridOptimizer(SteppingOptimizer):
                 raise
             for one in (self, *joined):
                 one._end_own()
+                one._last_hook = RemovableHandle.next_id  # passes put hooks on tensors, too
         if self.stop_exchange is not None and self._reducer.is_syncing:
             self.stop_exchange.end()
 

@@ -10,7 +10,7 @@ from torch import nn
 from hybridpp.cluster import Loopback
 from hybridpp.data_parallel.activation_hooks import ActivationHooks
 from hybridpp.data_parallel.hook_checks import GradientFactor
-from hybridpp.errors import ConfigError
+from hybridpp.errors import ConfigError, PeerError
 
 DATA = torch.randn(8, 3, 5, generator=torch.Generator().manual_seed(0))
 LIMIT = 1e-3
@@ -173,3 +173,42 @@ def test_a_norm_of_a_part_of_a_batch_is_refused_on_every_rank(num_ranks, setting
 
 def test_a_norm_of_a_whole_batch_runs():
     assert isinstance(trained(clip_norm, 1)[0], dict)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("who", [[0, 1], [1]])
+def test_hooks_on_modules_that_come_between_steps_are_tried_too(own, who):
+    """Also those that one rank alone has: no rank waits for another."""
+    calls = []
+
+    def with_hook(hook):
+        def changed(_, inputs, outputs):
+            new = hook(inputs[0])
+            return None if new is None else (new,)
+
+        def run():
+            booster, model, optimizer = boosted(nn.Sequential(Net(None, ""), Net(None, "")), sgd, DATA[:1])
+            rank = booster.plugin.layout.here.dp
+            part = DATA.chunk(2)[rank]
+
+            def step():
+                if own:
+                    booster.backward(model(part).square().mean(), optimizer)
+                else:
+                    booster.execute_pipeline(iter([(part,)]), model, lambda o, _: o.square().mean(), optimizer)
+                optimizer.step()
+
+            for _ in range(3):
+                step()
+            if rank in who:
+                model[1].second.register_full_backward_hook(changed)
+            for _ in range(2):
+                step()
+
+        Loopback(2).run(run)
+
+    with_hook(clip_samples)
+    with_hook(lambda gradient: calls.append(1))
+    assert len(calls) == 2 * len(who)
+    with pytest.raises((ConfigError, PeerError), match="makes something of all samples there together"):
+        with_hook(clip_norm)
