@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hybridpp.cluster import preserved_random_state
 from hybridpp.nn import walk
-from hybridpp.nn.torch_private import buffers_of, parameters_of, pytree
+from hybridpp.nn.torch_private import CALL, buffers_of, parameters_of, pytree
 from hybridpp.plan_search.block_run import BlockCall, ReferenceBlock, SampleCall, randomized_copy
 from hybridpp.plan_search.block_ways import ways_of_call
 from hybridpp.plan_search.trial_errors import failure_reason, is_machine_failure
@@ -19,7 +19,7 @@ from hybridpp.plan_search.verify import Rejected, verify
 from hybridpp.sharding_plan.sharding_spec import ShardingSpec
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward", "_call_impl", "__call__"}
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward", CALL, "__call__"}
 
 
 class UnshardedBlock:

@@ -69,7 +69,10 @@ def test_the_plan_is_that_of_the_model_with_weights(make_model, size):
     model = empty(make_model)
     derive_buffers(model)
     plan = plan_of(model, size=size)
-    assert plan == plan_of(make_model(), size=size)
+    full = plan_of(make_model(), size=size)
+    # A trace runs one of several equal blocks.
+    assert plan.ways.items() <= full.ways.items()
+    assert plan == full._replace(ways=plan.ways)
     assert plan.styles or size > 2
     assert all(parameter.is_meta for parameter in model.parameters())
 

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from hybridpp_plugins import tp_ways_check
 from support import boosted, replica_part, sgd
 from torch import nn
 from torch.nn import functional as F
@@ -12,6 +13,12 @@ from hybridpp.cluster import Loopback
 from hybridpp.errors import ConfigError
 
 WIDTH, HIDDEN = 8, 16
+
+
+@pytest.fixture(autouse=True)
+def uncompiled(monkeypatch):
+    """Other tests of this process may have compiled something."""
+    monkeypatch.setattr(tp_ways_check, "has_compiled", lambda: False)
 
 
 class Block(nn.Module):
