@@ -155,7 +155,8 @@ class Booster(BoosterAdapters):
                 from the forward's arguments to these: ``{"pixel_values": 0}`` for ``(image, label)`` pairs. What it
                 leaves is the target of a torch loss. None: all entries that the forward accepts.
             loss_reduction: what criteria return over the samples of a micro-batch that do not declare it by an
-                attribute ``reduction``; None: a mean, which is checked in the first step.
+                attribute ``reduction`` (a mean of one whose class has an argument of that name is no declaration);
+                None: a mean, which is checked in the first step.
 
         Returns:
             The five parts, in the order of the arguments, as a named tuple.

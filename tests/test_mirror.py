@@ -106,7 +106,6 @@ TESTED_THROUGH = {
     "hybridpp/partition/stage_run.py": "tests/partition/test_user_models.py",
     "hybridpp/partition/staging_options.py": "tests/partition/test_memory.py",
     "hybridpp/partition/traced_units.py": "tests/partition/test_concrete_fallback.py",
-    "hybridpp/pipeline/class_weights.py": "tests/pipeline/test_criterion.py",
     "hybridpp/pipeline/deferred_wgrad.py": "tests/pipeline/test_weight_gradients.py",
     "hybridpp/pipeline/loss_reduction.py": "tests/pipeline/test_criterion.py",
     "hybridpp/pipeline/rank_program.py": "tests/pipeline/test_executor.py",

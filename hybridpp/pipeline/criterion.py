@@ -11,12 +11,12 @@ from hybridpp.errors import ConfigError
 from hybridpp.nn.deferred_tensor import MadeWhenRead, deferred
 from hybridpp.nn.half import HALF_DTYPES
 from hybridpp.nn.torch_private import pytree
-from hybridpp.pipeline.class_weights import ClassWeights
 from hybridpp.pipeline.criterion_form import (
     REDUCTIONS,
     CriterionForm,
     check_reduction,
     form_of,
+    has_option,
     is_batch_name,
     is_target_name,
     key_of,
@@ -57,7 +57,9 @@ class CriterionAdapter:
         identity: equal for functions that a script defines again at every step.
         key: the same, but unlike for functions that were defined around other values.
         sums: whether it returns a sum over samples instead of a mean, by its attribute ``reduction``.
-        declares_reduction: whether that is known.
+        declares_reduction: whether the script says so: by that attribute, where it is no argument of the criterion's
+            class, or by ``loss_reduction``.
+        is_torchs: whether it is a loss of torch's.
         coupled: whether it couples the samples of a batch, by its attribute ``coupled``.
         num_items: counts the items of a micro-batch's inputs that the mean is over; None: items are samples.
 
@@ -81,7 +83,7 @@ class CriterionAdapter:
         self._signature = replace(signature, form=self._form)
         self.key = key_of(criterion)
         self._reduction = getattr(criterion, "reduction", None)
-        self._is_torchs = self._form is CriterionForm.TORCHS_TARGET
+        self.is_torchs = self._form is CriterionForm.TORCHS_TARGET
         self._second_argument = second_argument(criterion)
         # Numbers of entries of tuples: those that were divided, and those of which it is known that this was right.
         self._divided: dict[int, int] = {}
@@ -89,13 +91,11 @@ class CriterionAdapter:
         # Batches that the forward accepts completely: looked up for every micro-batch, checked once.
         self._taken_names: set[tuple[Any, ...]] = set()
         reduction = check_reduction(criterion, loss_reduction)
-        self.declares_reduction = reduction is not None
         self.sums = reduction is not None and REDUCTIONS[reduction]
+        is_said = self.sums or loss_reduction is not None or not has_option(criterion)
+        self.declares_reduction = reduction is not None and is_said
         self.coupled = getattr(criterion, "coupled", False) is True
         self.num_items: Callable[[Any], Any] | None = getattr(criterion, "num_items", None)
-        classes = ClassWeights.of(criterion) if self._is_torchs and self.num_items is None else None
-        if classes is not None:
-            self.num_items = lambda inputs: classes.num_items(self._target(inputs))
 
     def form(self, training: bool, has_total: bool) -> LossForm | None:
         """What its loss is a mean over; None: that is not known on this rank.
@@ -159,7 +159,7 @@ class CriterionAdapter:
             DataError: the forward cannot be called with it.
         """
         is_tuple = isinstance(batch, tuple | list) and not self._signature.selects
-        if not self._is_torchs:
+        if not self.is_torchs:
             if type(batch) is dict and tuple(batch) in self._taken_names:
                 return batch
             taken = self._signature.model_inputs(batch)
@@ -182,9 +182,9 @@ class CriterionAdapter:
 
     def __call__(self, outputs: Any, inputs: Any) -> Any:
         """The criterion's result for a micro-batch."""
-        if self._is_torchs and not isinstance(outputs, Tensor):
+        if self.is_torchs and not isinstance(outputs, Tensor):
             raise self._unclear(f"a model that returns {type(outputs).__name__} instead of a tensor")
-        if self._is_torchs:
+        if self.is_torchs:
             given: Any = outputs, self._target(inputs)
         elif self._form is CriterionForm.TARGET:
             given = outputs, self._own_target(inputs)

@@ -83,6 +83,21 @@ def check_reduction(criterion: Any, loss_reduction: str | None) -> str | None:
     return reduction or loss_reduction
 
 
+def has_option(criterion: Any) -> bool:
+    """Whether its reduction is an argument of its class, as of torch's losses and what inherits from them.
+
+    Then a script that uses it need not have said anything of how this criterion is reduced.
+    """
+    if inspect.isroutine(criterion) or inspect.isclass(criterion):
+        return False
+    if isinstance(criterion, functools.partial):
+        return takes_targets(criterion) or has_option(criterion.func)
+    try:
+        return "reduction" in inspect.signature(type(criterion).__init__).parameters
+    except (TypeError, ValueError):
+        return False
+
+
 def takes_targets(criterion: Any) -> bool:
     """Whether it is one of torch's losses that are called with a tensor and its target, not with a batch."""
     function = criterion

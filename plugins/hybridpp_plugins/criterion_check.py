@@ -9,7 +9,8 @@ _WAYS_OUT = (
     "With num_microbatches=1 and one replica any loss is right. Else let the criterion say what it is: "
     "criterion.num_items(inputs) counts what the mean is over (criterion.num_items = lambda inputs: "
     '(inputs["labels"] != -100).sum(), for example), '
-    'criterion.reduction = "mean" averages what micro-batches give as it is (usual for load-balancing losses), '
+    'criterion.reduction = "mean" averages what micro-batches give as it is (usual for load-balancing losses; '
+    "boost(..., loss_reduction='mean') where reduction is an argument of the criterion's class), "
     "criterion.coupled = True gives it the outputs of all replicas. See docs/losses.md."
 )
 

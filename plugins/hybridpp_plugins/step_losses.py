@@ -81,8 +81,11 @@ class StepLosses:
             batch = batch.by_samples()  # another replica does not know it
         self._batch, self._microbatches = batch, batch.microbatches
         self._comparison = check.comparison
-        is_declared = criterion.declares_reduction
-        self._report = functools.partial(_report_of_declared, check.report) if is_declared else check.report
+        self._report = check.report
+        if criterion.declares_reduction:
+            self._report = functools.partial(_report_of_declared, check.report)
+        elif criterion.is_torchs:
+            self._report = functools.partial(_report_of_torchs, check.report)
         self._pipeline, self._group = pipeline, group
         check.begin(criterion)
         self._scale, self._device, self._around = scale, device, around
@@ -537,6 +540,8 @@ class StepLosses:
         count = self._microbatches[microbatch].num_samples
         in_criterion = not terms or not any(term.in_model for term in terms)
         why = next((term.why for term in terms or () if term.why), "")
+        if self._criterion.is_torchs and in_criterion and not why:
+            return LossForm.of_rows() if form.is_sum else form
         if form.is_sum:
             if not in_criterion:
                 if not why and all(term.adds_up for term in terms or () if term.factors is not None):
@@ -568,6 +573,12 @@ class StepLosses:
         if why:
             problems.append((LossReduction.COUPLED, why))
         return form
+
+
+def _report_of_torchs(report: Callable[[LossReduction, str], None], reduction: LossReduction, words: str) -> None:
+    """What one of torch's losses is a mean over, and this library does not know, is samples."""
+    if reduction is not LossReduction.UNCOUNTED:
+        report(reduction, words)
 
 
 def _report_of_declared(report: Callable[[LossReduction, str], None], reduction: LossReduction, words: str) -> None:

@@ -1081,6 +1081,80 @@ def test_a_loss_that_is_made_otherwise_in_a_later_step_is_refused(first, then, s
     assert_near(merged, alone(then, batch())[1], 1e-6)
 
 
+WEIGHTS = torch.linspace(0.5, 2, 5)
+_CLASSES = torch.tensor([0, 1, -100, 3, 4, 1, -100, -100])
+_SHARES = torch.rand(8, 5, generator=torch.Generator().manual_seed(2)).softmax(1)
+TORCHS = {
+    "classes": (nn.CrossEntropyLoss(), _CLASSES),
+    "smoothed": (nn.CrossEntropyLoss(WEIGHTS, label_smoothing=0.2), _CLASSES),
+    "another index": (nn.CrossEntropyLoss(ignore_index=1), _CLASSES.clamp(min=0)),
+    "weighted": (functools.partial(F.cross_entropy, weight=WEIGHTS), _CLASSES),
+    "function": (F.cross_entropy, _CLASSES),
+    "shares": (nn.CrossEntropyLoss(weight=WEIGHTS), _SHARES),
+    "negative log": (nn.NLLLoss(weight=WEIGHTS), _CLASSES),
+    "squares": (nn.MSELoss(), _SHARES),
+    "robust": (nn.HuberLoss(delta=0.3), _SHARES),
+    "l1": (nn.SmoothL1Loss(), _SHARES),
+    "binary": (nn.BCEWithLogitsLoss(pos_weight=WEIGHTS), _SHARES),
+    "divergence": (nn.KLDivLoss(reduction="batchmean"), _SHARES),
+    "divergence of elements": (nn.KLDivLoss(log_target=True), _SHARES),
+    "counts": (nn.PoissonNLLLoss(), _SHARES),
+    "margins": (nn.MultiMarginLoss(), _CLASSES.clamp(min=0)),
+    "margins of labels": (nn.MultiLabelSoftMarginLoss(), _SHARES.round()),
+    "signs": (nn.SoftMarginLoss(), _SHARES.round() * 2 - 1),
+    "sum": (nn.MSELoss(reduction="sum"), _SHARES),
+}
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
+@pytest.mark.parametrize("name", TORCHS)
+@pytest.mark.parametrize(("dp_size", "settings"), [(1, {"num_microbatches": 3}), (2, {"pp_size": 2})], ids=str)
+def test_losses_of_torch_are_those_of_the_whole_batch(name, dp_size, settings):
+    criterion, target = TORCHS[name]
+    given = _pairs()["input"], target
+    model = _net()
+    criterion(model(given[0]), target).backward()
+    expected = {key: held.grad for key, held in model.named_parameters()}
+
+    def run():
+        booster, model, optimizer = boosted(_net(), sgd, given[0][:1], **settings)
+        replica = booster.plugin.layout.here.dp
+        part = tuple(one[slice(0, 5) if replica == 0 else slice(5, 8)] if dp_size == 2 else one for one in given)
+        booster.execute_pipeline(iter([part]), model, criterion, optimizer)
+        return gradients_of(booster, model)
+
+    found = {}
+    for rank in Loopback(dp_size * settings.get("pp_size", 1)).run(run):
+        found.update(rank)
+    assert_near(found, expected, 1e-6)
+
+
+@pytest.mark.parametrize("settings", [{"num_microbatches": 2}, {"num_microbatches": 2, "pp_size": 2}], ids=str)
+@pytest.mark.parametrize("of", ["attention", "scale"])
+def test_models_that_put_samples_together_show_with_torchs_losses(of, settings, caplog):
+    class Together(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 5)
+
+        def forward(self, x):
+            h = self.up(x)
+            h = (h @ h.T).softmax(1) @ h if of == "attention" else h / h.abs().max()
+            return self.down(h)
+
+    def run():
+        booster, model, optimizer = boosted(Together(), sgd, torch.ones(2, 8), **settings)
+        booster.execute_pipeline(iter([(_pairs()["input"], _CLASSES)]), model, nn.CrossEntropyLoss(), optimizer)
+
+    if of == "attention":
+        with pytest.raises(ConfigError, match="each sample with each other"):
+            Loopback(settings.get("pp_size", 1)).run(run)
+    else:
+        Loopback(settings.get("pp_size", 1)).run(run)
+        assert "applies a statistic of all samples of a micro-batch to each of them" in caplog.text
+
+
 LATER_COUPLED = {
     "centred": lambda o, y: F.mse_loss(o - o.mean(0), y),
     "standardised": lambda o, y: F.mse_loss(o / o.std(0), y),
