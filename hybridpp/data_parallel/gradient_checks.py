@@ -17,7 +17,8 @@ _MAX_TRIED_AGAIN = 8
 class GradientChecks:
     """Tries hooks on the gradients of parameters when they first change one, and the rest in the first pass.
 
-    A pass before which the script has put hooks on gradients of modules is tried like the first one.
+    A pass before which the script has put hooks on gradients of modules is tried like the first one, and so are some
+    later ones.
 
     Args:
         model: the user's.
@@ -34,8 +35,13 @@ class GradientChecks:
         self._known_hooks: frozenset[int] | None = None
         self._num_tried_again = 0
 
-    def look(self) -> None:
-        """Call before passes if hooks may have been put on modules since those before."""
+    def look(self, *, again: bool = False) -> None:
+        """Call before passes if hooks may have been put on modules since those before.
+
+        Args:
+            again: whether the passes are tried like the first ones, with what a forward has begun to do since then.
+        """
+        self.is_first |= again
         if self._num_tried_again == _MAX_TRIED_AGAIN:
             return
         known, self._known_hooks = self._known_hooks, self._activations.keys()

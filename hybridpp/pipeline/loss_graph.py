@@ -444,14 +444,12 @@ class LossComparison:
         self._read: list[tuple[int, list[_Reduced], bool]] = []
         # Of a mean over samples that its terms do not show, what they are divided by as a whole.
         self._divided: dict[int, list[_Reduced]] = {}
-        self._has_noted = False
 
     def begin(self, form: LossForm | None, measured: Sequence[Measured | None] = ()) -> None:
         """Losses of micro-batches with these counts follow; ``form``: of each; None: nothing is compared."""
         self._form, self._measured = form, measured
         self.counts, self._read = [], []
         self._products, self._divided, self._without_items = {}, {}, []
-        self._has_noted = False
 
     def has_products(self, microbatch: int, products: Sequence[Product | None]) -> None:
         """What the terms of a micro-batch's loss are divided by, of which it may have others than the form."""
@@ -482,10 +480,9 @@ class LossComparison:
         return loss, None
 
     def _note_functions(self, node: Node, outputs: Any) -> None:
-        """Note the functions of which the step's first loss with items is made."""
-        if self._has_noted or self._form is None or self._form.in_model:
+        """Note the functions of which a loss is made."""
+        if self._form is None or self._form.in_model:
             return
-        self._has_noted = True
         found = _functions_above(node, outputs)
         if self._form.functions:
             self._form.others.update(found - self._form.functions)

@@ -294,8 +294,8 @@ class Engine(EngineParts):
             parts = None if self.optimizer is None else self.optimizer.weights_in_loss
             criterion = self.criteria.reading(criterion, parts)
         checks = self.optimizer.gradient_checks if training and self.optimizer else None
-        if checks is not None and RemovableHandle.next_id != self._last_hook:
-            checks.look()
+        if checks is not None and (RemovableHandle.next_id != self._last_hook or self._is_tried_again):
+            checks.look(again=self._is_tried_again)
         if checks is not None and (not checks.is_first or self._is_whole(batch)):
             checks = None
         return PipelineStep(
@@ -313,7 +313,7 @@ class Engine(EngineParts):
             weights=self._sharded,
             max_stored_microbatches=self._max_stored,
             model_inputs=called.model_inputs,
-            inspect_loss=(losses or self.criterion_check.comparison).inspect,
+            inspect_loss=self._inspecting(called, batch, infos) if losses is None else losses.inspect,
             watched=losses.watched if losses is not None else None,
             shares=losses.shares if losses is not None else None,
             is_coupled=isinstance(called, CriterionAdapter) and called.coupled,
@@ -394,14 +394,37 @@ class Engine(EngineParts):
         looks_again = (looks_again or (has_others and not is_declared and (not training or is_compared))) and (
             form is not None and form.shows_divisors
         )
-        # Of functions that the step before has shown, it is not known whether they put samples together.
-        looks_again = looks_again or (is_compared and form is not None and bool(form.others))
-        if not self._has_losses or not isinstance(called, CriterionAdapter) or not (is_watched or looks_again):
+        # So are steps 4, 8 and so on: what scripts and models begin to do with samples together has a graph or none.
+        tries_again = form is not None and (self._is_tried_again if is_compared else looks_again and not training)
+        if not self._has_losses or not isinstance(called, CriterionAdapter):
+            return None
+        if not (is_watched or looks_again or tries_again):
             return None
         # A compiler that the script has called would trace what watches.
         is_compiled = any(map(is_compiled_by_script, walk.modules(self.model)))
         if is_compiled and not is_watched:
             return None
+        return self._losses_of(
+            called, batch, replicas, looks_again and not is_compiled, tries_again and not is_compiled
+        )
+
+    @property
+    def _is_tried_again(self) -> bool:
+        """Whether what is tried in the first step of training is tried in this one, too."""
+        number = self.progress.num_steps + 1
+        return number > 2 and not number & (number - 1)
+
+    def _losses_of(
+        self,
+        called: CriterionAdapter,
+        batch: SplitBatch,
+        replicas: ReplicaCounts,
+        looks_again: bool = False,
+        tries_again: bool = False,
+        begins: bool = True,
+    ) -> StepLosses:
+        is_compiled = any(map(is_compiled_by_script, walk.modules(self.model)))
+        training = self.is_training
         return StepLosses(
             called,
             batch,
@@ -412,8 +435,27 @@ class Engine(EngineParts):
             scale=self._loss_scale,
             device=self.device,
             around=force_eager if is_compiled else nullcontext,
-            looks_again=looks_again and not is_compiled,
+            looks_again=looks_again,
+            tries_again=tries_again,
+            begins=begins,
         )
+
+    def _inspecting(
+        self, called: CriterionAdapter | ForwardSignature, batch: SplitBatch, infos: list[RankBatchInfo]
+    ) -> Callable[[int, Tensor, Any, Any], tuple[Tensor | None, Tensor | None]]:
+        """What compares the losses of a step in which none is watched with the one whose form is known."""
+        comparison, form = self.criterion_check.comparison, batch.form
+        if not isinstance(called, CriterionAdapter) or form is None:
+            return comparison.inspect
+
+        def inspect(microbatch: int, loss: Tensor, outputs: Any, inputs: Any) -> tuple[Tensor | None, Tensor | None]:
+            found = comparison.inspect(microbatch, loss, outputs, inputs)
+            if form.others:
+                losses = self._losses_of(called, batch, _counts_of(self._replica_infos(infos)), begins=False)
+                losses.try_others(microbatch, loss, outputs, inputs)
+            return found
+
+        return inspect
 
     def _counted(
         self, batch: SplitBatch, called: CriterionAdapter | ForwardSignature, training: bool

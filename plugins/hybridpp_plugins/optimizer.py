@@ -122,8 +122,10 @@ class HybridOptimizer(SteppingOptimizer):
     def checked_call(self, model: nn.Module) -> AbstractContextManager[None]:
         """A context for the script's own calls of the model, in which hooks are found until its first backward pass."""
         checks = self.gradient_checks
-        if checks is not None and RemovableHandle.next_id != self._last_hook:
-            checks.look()
+        number = self.applied_steps + 1
+        is_tried_again = number > 2 and not number & (number - 1)  # as in steps of the engine
+        if checks is not None and (RemovableHandle.next_id != self._last_hook or is_tried_again):
+            checks.look(again=is_tried_again)
         if checks is None or not checks.is_first or self.norm.num_replicas == 1 or not torch.is_grad_enabled():
             return nullcontext()
         if any(map(is_compiled_by_script, walk.modules(model))):  # it would be traced with what watches

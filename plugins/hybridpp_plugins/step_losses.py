@@ -55,7 +55,10 @@ class StepLosses:
         scale: the loss scale.
         device: where the rank computes.
         around: a context for what is watched.
-        looks_again: whether the loss of the first micro-batch with items is watched though its form is known.
+        looks_again: whether the loss of the first micro-batch with items is watched though its form is known, and must
+            be divided by numbers as before.
+        tries_again: whether it is watched, and must not put samples together.
+        begins: whether the step begins; else only :meth:`try_others` may be called, in one that does without this.
 
     Attributes:
         weights: of the micro-batches in the gradient, with the loss scale; right from the first loss on.
@@ -75,6 +78,8 @@ class StepLosses:
         device: torch.device,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
         looks_again: bool = False,
+        tries_again: bool = False,
+        begins: bool = True,
     ):
         self._criterion, self._replicas = criterion, replicas
         if not replicas.are_known:
@@ -87,7 +92,8 @@ class StepLosses:
         elif criterion.is_torchs:
             self._report = functools.partial(_report_of_torchs, check.report)
         self._pipeline, self._group = pipeline, group
-        check.begin(criterion)
+        if begins:
+            check.begin(criterion)
         self._scale, self._device, self._around = scale, device, around
         self._trials = CriterionTrials(criterion, batch.microbatches, pipeline, device)
         self._trace: LossTrace | None = None
@@ -101,15 +107,16 @@ class StepLosses:
         # Micro-batches whose losses show nothing, as they hold no items; and whether the form is guessed from such one.
         self._undecided: list[int] = []
         self._is_guessed = self._are_unlike = False
-        self._looks_again = looks_again
+        self._looks_again, self._tries_again = looks_again, tries_again
         self.weights = batch.weights(replicas, scale)
         self.shares = [one.share for one in batch.microbatches]
         self._open: set[int] = set()
-        self._look_for_open()
-        self._compare()
+        if begins:
+            self._look_for_open()
+            self._compare()
 
     def _is_watched(self, microbatch: int) -> bool:
-        form, is_unsure = self._form, self._observes or self._is_guessed or self._looks_again
+        form, is_unsure = self._form, self._observes or self._is_guessed or self._looks_again or self._tries_again
         return form is None or form.needs_terms or is_unsure or microbatch in self._open or self._checks_terms(form)
 
     def _compare(self) -> None:
@@ -156,7 +163,9 @@ class StepLosses:
         """The loss that the backward pass begins from, None if it has no items; and the part of the batch's loss."""
         trace, self._trace = self._trace, None
         if trace is None:
-            return self._comparison.inspect(microbatch, loss, outputs)
+            found = self._comparison.inspect(microbatch, loss, outputs)
+            self.try_others(microbatch, loss, outputs, inputs)
+            return found
         with trace.paused():
             return self._inspect(trace, microbatch, loss, outputs, inputs)
 
@@ -181,9 +190,10 @@ class StepLosses:
         elif microbatch in self._open:
             if not self._fill(trace, terms or (), microbatch, loss):
                 return None, None
-        elif self._looks_again and not trace.is_empty:
+        elif (self._looks_again or self._tries_again) and not trace.is_empty:
             self._look_again(trace, terms or (), microbatch, loss, outputs, inputs)
         self._comparison.inspect(microbatch, loss, outputs)
+        self.try_others(microbatch, loss, outputs, inputs)
         if self._is_guessed and is_last:
             self._report(LossReduction.UNCOUNTED, "no micro-batch of the first step has an item")
         if self._observes and terms:
@@ -233,20 +243,45 @@ class StepLosses:
         self, trace: LossTrace, terms: Sequence[Term], microbatch: int, loss: Tensor, outputs: Any, inputs: Any
     ) -> None:
         """A later loss must be divided by what the first one was divided by, and be of each sample, too."""
-        known = self._form
-        assert known is not None
-        self._looks_again = False
-        if known.shows_divisors:
+        if self._looks_again and self._form is not None and self._form.shows_divisors:
             self._compare_divisors(trace, terms, microbatch)
-        if known.others or not torch.is_grad_enabled():
-            problems: list[tuple[LossReduction, str]] = []
-            self._trials = self._trials.of_outputs(trace, outputs)
-            self._checked(known, terms, trace, microbatch, loss, outputs, inputs, problems)
-            since = f"; since the last step the criterion calls {_names_of(known.others)}" if known.others else ""
-            for reduction, words in problems:
-                self._report(reduction, f"{words}{since}")
-            known.functions.update(known.others)
-            known.others.clear()
+        if self._tries_again:
+            self._try(trace, terms, microbatch, loss, outputs, inputs, "")
+            if trace.statistics:
+                self._report(LossReduction.STATISTICS, trace.statistics)
+        self._looks_again = self._tries_again = False
+
+    def try_others(self, microbatch: int, loss: Tensor, outputs: Any, inputs: Any) -> None:
+        """Try a criterion of known form again that calls functions which it did not call when it was tried."""
+        form, given = self._form, self._microbatches[microbatch]
+        if form is None or not form.others:
+            return
+        since = f"; in this step the criterion calls {_names_of(form.others)}, and did not before"
+        form.functions.update(form.others)
+        form.others.clear()
+        trees, count = [given.inputs, inputs], given.num_samples
+        try:
+            trace, terms = self._trials.trace_of(trees, count, outputs, inputs, form.choice)
+        except Exception:  # a criterion may raise anything when it is called again
+            return
+        self._try(trace, terms, microbatch, loss, outputs, inputs, since)
+
+    def _try(
+        self,
+        trace: LossTrace,
+        terms: Sequence[Term],
+        microbatch: int,
+        loss: Tensor,
+        outputs: Any,
+        inputs: Any,
+        since: str,
+    ) -> None:
+        assert self._form is not None
+        problems: list[tuple[LossReduction, str]] = []
+        self._trials = self._trials.of_outputs(trace, outputs)
+        self._checked(self._form, terms, trace, microbatch, loss, outputs, inputs, problems)
+        for reduction, words in problems:
+            self._report(reduction, f"{words}{since}")
 
     def _compare_divisors(self, trace: LossTrace, terms: Sequence[Term], microbatch: int) -> None:
         known, own, given = self._form, self._measured[microbatch], self._microbatches[microbatch]

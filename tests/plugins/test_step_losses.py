@@ -10,7 +10,7 @@ import pytest
 import torch
 from hybridpp_plugins.criterion_check import CriterionCheck
 from hybridpp_plugins.step_losses import StepLosses
-from support import assert_near, boosted, gradients_of, replica_part, sgd, train
+from support import assert_near, boosted, first_microbatch, gradients_of, replica_part, sgd, train
 from torch import nn
 from torch.nn import functional as F
 
@@ -1182,16 +1182,91 @@ def test_a_loss_that_puts_samples_together_in_a_later_step_is_refused(name, sett
         criterion = _flagged(LATER_COUPLED[name], flag)
         booster, model, optimizer = boosted(_net(), sgd, {"input": torch.ones(1, 8)}, **settings)
         part = replica_part(_pairs(), booster.plugin.layout.here.dp, 2)
-        for _ in range(3):
+        for _ in range(4):
             booster.execute_pipeline(iter([part]), model, criterion, optimizer)
             optimizer.step()
         flag.append(True)
-        with pytest.raises(ConfigError, match=r"the criterion calls|made in another way|a term that"):  # noqa: PT012
-            for _ in range(2):
-                booster.execute_pipeline(iter([part]), model, criterion, optimizer)
-                optimizer.step()
+        with pytest.raises(ConfigError, match=r"the criterion calls|made in another way|a term that"):
+            booster.execute_pipeline(iter([part]), model, criterion, optimizer)
 
     Loopback(2 * settings.get("pp_size", 1)).run(run)
+
+
+def _weighted_by_loss(o, y):
+    losses = (o - y).square().mean(1)
+    return (losses.detach().softmax(0) * losses).sum() * len(o) / 8
+
+
+def _targets_centred(o, y):
+    return F.mse_loss(o, y - y.mean(0))
+
+
+@pytest.mark.parametrize("then", [_weighted_by_loss, _targets_centred])
+@pytest.mark.parametrize("settings", [{"num_microbatches": 2, "pp_size": 2}, {"num_microbatches": 1}], ids=str)
+def test_couplings_without_a_graph_are_found_in_steps_that_look_again(then, settings):
+    """The fourth and the eighth do."""
+
+    def run():
+        flag, number = [], 0
+        criterion = _flagged(then, flag)
+        booster, model, optimizer = boosted(_net(), sgd, {"input": torch.ones(1, 8)}, **settings)
+        part = replica_part(_pairs(), booster.plugin.layout.here.dp, 2)
+        words = r"neither a mean nor a sum|made in another way|cannot be counted"
+        with pytest.raises(ConfigError, match=words):  # noqa: PT012
+            for number in range(1, 9):
+                if number == 5:
+                    flag.append(True)
+                booster.execute_pipeline(iter([part]), model, criterion, optimizer)
+                optimizer.step()
+        assert number in (5, 8)
+
+    Loopback(2 * settings.get("pp_size", 1)).run(run)
+
+
+class Later(nn.Module):
+    """Begins in some step to do something with samples together."""
+
+    def __init__(self, what):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.what, self.is_on = nn.Linear(8, 16), nn.Linear(16, 5), what, False
+
+    def forward(self, input, y=None):
+        h = self.up(input)
+        if self.is_on and self.what == "mixes":
+            h = h + h.flip(0)
+        if self.is_on and self.what == "scales":
+            h = h / h.std(0)
+        if self.is_on and self.what == "hook" and h.requires_grad:
+            h.register_hook(lambda gradient: gradient / gradient.norm())
+        out = self.down(h)
+        return out if y is None else F.mse_loss(out, y)
+
+
+@pytest.mark.parametrize("in_model", [False, True])
+@pytest.mark.parametrize("what", ["mixes", "scales", "hook"])
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_models_that_begin_to_put_samples_together_are_noticed(what, in_model, dp_size, caplog):
+    def criterion(o, i):
+        return o if in_model else F.mse_loss(o, i["target"])
+
+    def run():
+        model = Later(what)
+        given = _pairs() if in_model else {"input": _pairs()["input"], "target": _pairs()["y"]}
+        settings = {"num_microbatches": 3 - dp_size}
+        booster, model, optimizer = boosted(model, sgd, first_microbatch(given, settings), **settings)
+        part = replica_part(given, booster.plugin.layout.here.dp, dp_size)
+        for number in range(1, 9):
+            model.is_on = number > 5
+            booster.execute_pipeline(iter([part]), model, criterion, optimizer)
+            optimizer.step()
+
+    if what == "scales":
+        Loopback(dp_size).run(run)
+        assert "applies a statistic of all samples" in caplog.text
+    else:
+        with pytest.raises(ConfigError, match=r"flip over the samples|makes something of all samples"):
+            Loopback(dp_size).run(run)
 
 
 @pytest.mark.parametrize("name", LATER_PLAIN)
