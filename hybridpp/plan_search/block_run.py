@@ -19,8 +19,9 @@ from hybridpp.plan_search.run_formats import BlockFormats
 from hybridpp.plan_search.training_mode import Operations, constant_draws
 from hybridpp.plan_search.trial_errors import is_machine_failure
 
-# A power of two, so that weights become what they were again.
-_LARGE = 8.0
+# Numbers of factors, of rows of weights and of activations, which are powers of two from the first one on: so weights
+# become what they were again.
+_SIZES_OF_WEIGHTS, _SIZES_OF_ACTIVATIONS, _FIRST_POWER = 7, 18, -3
 
 SampleCall: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a block's forward."""
@@ -62,18 +63,29 @@ class BlockCall:
         args, kwargs = self.arguments(tensors)
         return block(*args, **kwargs)
 
-    def times(self, factor: float) -> "BlockCall":
-        """The call with larger numbers; masks, and what is 0, stay as they are."""
-        made = [
-            (one.detach() * factor).requires_grad_(one.requires_grad) if _may_be_larger(one) else one
-            for one in self.tensors
-        ]
+    def enlarged(self) -> "BlockCall":
+        """The call with activations of many sizes; masks, and what is 0, stay as they are."""
+
+        def larger(one: Tensor) -> Tensor:
+            rows = one.detach().flatten(end_dim=-2) if one.dim() > 1 else one.detach()
+            made = (rows * _sizes(rows, _SIZES_OF_ACTIVATIONS)).reshape(one.shape)
+            return made.requires_grad_(one.requires_grad)
+
+        made = [larger(one) if _may_be_larger(one) else one for one in self.tensors]
         return BlockCall(*self.arguments(made), self._dtypes)
 
     def in_formats(self, formats: BlockFormats) -> "BlockCall":
         """The call as it will be in a run."""
         converted = map(formats.of_argument, self.tensors, self._dtypes)
         return BlockCall(*self.arguments(list(converted)))
+
+
+def _sizes(rows: Tensor, number: int) -> Tensor:
+    """Factors for the rows of a tensor, as many as given. They grow, so that ranks have shards of unlike sizes."""
+    if not rows.dim():
+        return torch.full_like(rows, 2.0 ** (_FIRST_POWER + number - 1))
+    powers = torch.arange(rows.shape[0], device=rows.device) * number // max(rows.shape[0], 1) + _FIRST_POWER
+    return torch.pow(2.0, powers.to(rows.dtype)).view(-1, *[1] * (rows.dim() - 1))
 
 
 def _may_be_larger(tensor: Tensor) -> bool:
@@ -243,10 +255,10 @@ class ReferenceBlock:
         large: ReferenceBlock | None = None
         with torch.no_grad():
             for held in weights:
-                held.mul_(_LARGE)
+                held.mul_(_sizes(held, _SIZES_OF_WEIGHTS))
         try:
             try:
-                large = ReferenceBlock(self.block, self.call.times(_LARGE**2), self._written, collected=self._collected)
+                large = ReferenceBlock(self.block, self.call.enlarged(), self._written, collected=self._collected)
             except Exception as error:  # a block may raise anything
                 if is_machine_failure(error):
                     raise
@@ -254,7 +266,7 @@ class ReferenceBlock:
         finally:
             with torch.no_grad():
                 for held in weights:
-                    held.mul_(1 / _LARGE)
+                    held.div_(_sizes(held, _SIZES_OF_WEIGHTS))
 
     @property
     def is_finite(self) -> bool:

@@ -35,6 +35,17 @@ def if_large(h):
     return h.softmax(-1) if h.abs().max() > 100 else h
 
 
+def of_outliers(limit):
+    def dropped(h):
+        return h * (h.abs() < limit).all(-1, keepdim=True)
+
+    return dropped
+
+
+def of_a_budget(h):
+    return h / (h.abs().sum(-1, keepdim=True) / 60).clamp(min=1)
+
+
 def of_each(h):
     return h.clamp(max=100)
 
@@ -43,7 +54,7 @@ def sharded(plan):
     return {name.rpartition(".")[2] for name in plan.styles}
 
 
-@pytest.mark.parametrize("limit", [of_a_place, of_all, if_large])
+@pytest.mark.parametrize("limit", [of_a_place, of_all, if_large, of_outliers(4), of_outliers(50), of_a_budget])
 def test_layers_with_a_limit_on_all_features_between_them_stay_whole(limit):
     assert not sharded(infer(Limited(limit)))
 
