@@ -219,12 +219,13 @@ class GradientBuckets:
         if self._reduction is not None:
             self._reduction.settle()
             self._reduction.reset()
+        dropped = self._accumulator.dropped()
+        self._zeros -= dropped
         if self._state is _State.CONSUMED:
+            self._zeros |= self._written_zeros()
             self.zero()
         else:
-            dropped = self._accumulator.dropped()
             self._used -= dropped
-            self._zeros -= dropped
         self._used |= {name for name in self._zeros if self.parameters[name].requires_grad}
         self._hooks.enable()
         self.cleared.clear()
@@ -542,9 +543,23 @@ class GradientBuckets:
         So an optimizer updates their parameters by momentum and decay, whether a pass reaches them or not, until they
         are dropped with ``set_to_none``.
         """
-        kept = set() if set_to_none else self._zeros | (self.parameters.keys() - set(self.unused_parameters()))
+        kept: set[str] = set()
+        if not set_to_none:
+            kept = self._zeros | (self.parameters.keys() - set(self.unused_parameters()))
+            kept -= self._accumulator.dropped()
         self.zero(set_to_none)
         self._zeros = kept
+
+    def _written_zeros(self) -> set[str]:
+        """Parameters whose gradients the script has set to zeros since they were used. Waits for the device if any."""
+        views = self._accumulator.views
+        if not (written := self.written()):
+            return set()
+        # Parameters that no pass has reached show zeros, too.
+        unused = set(self.unused_parameters())
+        held = {name: self.parameters[name].grad for name in written}
+        held = {name: one for name, one in held.items() if name not in unused or one is not views.get(name)}
+        return _zeros_among({name: one for name, one in held.items() if one is not None})
 
     def written(self) -> list[str]:
         """Parameters whose gradients the script has set since they were used or dropped; without passes since then."""
@@ -571,3 +586,12 @@ class GradientBuckets:
         self._hidden.hide()
         self._hooks.enable()
         self._state, self._version = _State.CONSUMED, self.version
+
+
+def _zeros_among(tensors: Mapping[str, Tensor]) -> set[str]:
+    """The names of those that are all zero. Waits for the device."""
+    if not tensors:
+        return set()
+    flags = [one.detach().any() for one in tensors.values()]
+    flags = torch.stack([one.to(flags[0].device) for one in flags]).tolist()
+    return {name for name, has_numbers in zip(tensors, flags, strict=True) if not has_numbers}

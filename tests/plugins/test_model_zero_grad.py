@@ -63,44 +63,117 @@ class Seldom(nn.Module):
         return x + self.seldom(x) if uses_all else x
 
 
+def weights_by_step(clears, make, **settings):
+    """Those of torch, and those of each rank, after every step, behind which ``clears`` are called."""
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(4, 4, generator=generator) for _ in clears]
+
+    plain = Seldom()
+    expected = []
+    optimizer = make(plain.parameters())
+    for number, (x, clear) in enumerate(zip(given, clears, strict=True)):
+        plain(x, number == 0).square().mean().backward()
+        optimizer.step()
+        clear(plain, optimizer)
+        expected.append(weights_of(plain))
+
+    def run():
+        layout = {name: value for name, value in settings.items() if name != "dp_size"}
+        sample = {"x": given[0][:1], "uses_all": True}
+        booster, model, optimizer = boosted(Seldom(), make, sample, **layout)
+        found = []
+        for number, (x, clear) in enumerate(zip(given, clears, strict=True)):
+            part = replica_part({"x": x}, booster.plugin.layout.here.dp, settings.get("dp_size", 1))
+            batch = {"uses_all": number == 0, **part}
+            booster.execute_pipeline(iter([batch]), model, lambda y, _: y.square().mean(), optimizer)
+            optimizer.step()
+            clear(model, optimizer)
+            with booster.unsharded(model):
+                weights = model.state_dict() if "tp_size" in settings else weights_of(model)
+                found.append({name: weight.float().clone() for name, weight in weights.items()})
+        return found
+
+    return expected, Loopback(settings.get("dp_size", 1) * settings.get("tp_size", 1)).run(run)
+
+
 @pytest.mark.parametrize(
     "settings",
     [{}, {"dp_size": 2}, {"precision": "bf16"}, {"zero_stage": 2, "dp_size": 2}, {"zero_stage": 3, "dp_size": 2}],
 )
 def test_gradients_that_are_set_to_zeros_are_updated_as_in_torch(settings):
     """By momentum and decay, where a step does not use a parameter; until they are set to None."""
-    clears = [False, False, True, False]
-    generator = torch.Generator().manual_seed(0)
-    given = [torch.randn(4, 4, generator=generator) for _ in clears]
-
-    plain = Seldom()
-    expected = []
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.5)
-    for number, (x, set_to_none) in enumerate(zip(given, clears, strict=True)):
-        plain(x, number == 0).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none)
-        expected.append(weights_of(plain))
-
-    def run():
-        layout = {name: value for name, value in settings.items() if name != "dp_size"}
-        make = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.5)
-        sample = {"x": given[0][:1], "uses_all": True}
-        booster, model, optimizer = boosted(Seldom(), make, sample, **layout)
-        found = []
-        for number, (x, set_to_none) in enumerate(zip(given, clears, strict=True)):
-            part = replica_part({"x": x}, booster.plugin.layout.here.dp, settings.get("dp_size", 1))
-            batch = {"uses_all": number == 0, **part}
-            booster.execute_pipeline(iter([batch]), model, lambda y, _: y.square().mean(), optimizer)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none)
-            with booster.unsharded(model):
-                found.append({name: weight.float() for name, weight in weights_of(model).items()})
-        return found
-
-    for found in Loopback(settings.get("dp_size", 1)).run(run):
+    make = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.5)
+    clears = [lambda _, optimizer, to=to_none: optimizer.zero_grad(to) for to_none in (False, False, True, False)]
+    expected, ranks = weights_by_step(clears, make, **settings)
+    for found in ranks:
         for there, here in zip(expected, found, strict=True):
             assert_near(here, there, 2e-2 if "precision" in settings else 1e-6)
         moved = [not torch.equal(one["seldom.weight"], two["seldom.weight"]) for one, two in itertools.pairwise(found)]
         assert moved == [True, True, False]
         assert torch.equal(found[0]["never.weight"], found[-1]["never.weight"])
+
+
+def drop_all(model, _):
+    model.zero_grad()
+
+
+def zero_model(model, _):
+    model.zero_grad(set_to_none=False)
+
+
+def zero_parts(model, _):
+    for part in model.children():
+        part.zero_grad(False)
+
+
+def zero_tensors(model, _):
+    for one in model.parameters():
+        if one.grad is not None:
+            one.grad.zero_()
+
+
+def set_zeros(model, _):
+    model.always.zero_grad()
+    for one in model.seldom.parameters():
+        one.grad = torch.zeros_like(one)
+
+
+def zero_some(model, _):
+    model.always.zero_grad()
+    model.seldom.bias.grad = None
+    if model.seldom.weight.grad is not None:
+        model.seldom.weight.grad.detach().mul_(0)
+
+
+def drop_part_after_zeros(model, optimizer):
+    optimizer.zero_grad(set_to_none=False)
+    model.seldom.zero_grad()
+
+
+def zero_after_drop_of_part(model, optimizer):
+    model.seldom.zero_grad()
+    optimizer.zero_grad(set_to_none=False)
+
+
+def by_optimizer(_, optimizer):
+    optimizer.zero_grad(set_to_none=False)
+
+
+ZEROS = [zero_model, zero_parts, zero_tensors, set_zeros, zero_some]
+MIXED = [
+    [zero_model, zero_model, drop_all, zero_model],
+    [by_optimizer, drop_all, zero_model, by_optimizer],
+    [by_optimizer, drop_part_after_zeros, zero_model, by_optimizer],
+    [zero_after_drop_of_part, zero_model, by_optimizer, drop_all],
+]
+
+
+@pytest.mark.parametrize("settings", [{}, {"dp_size": 2}, {"tp_size": 2}, {"num_microbatches": 2}], ids=str)
+@pytest.mark.parametrize("clears", [*([one] * 4 for one in ZEROS), *MIXED], ids=lambda made: made[1].__name__)
+def test_gradients_that_the_script_sets_to_zeros_count(clears, settings):
+    """By momentum and decay, as in torch, also if the model or a part of it sets them, until they are None."""
+    make = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
+    expected, ranks = weights_by_step(clears, make, **settings)
+    for found in ranks:
+        for there, here in zip(expected, found, strict=True):
+            assert_near(here, there, 1e-6)
