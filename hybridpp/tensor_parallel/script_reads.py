@@ -1,7 +1,8 @@
 """What a script may make, between steps, of weights and gradients of which this rank has a part.
 
-Functions that take several elements of a shard together are refused. Where a rank has stages, each of its gradients is
-whole, and a script that makes something of all of them learns that there are others.
+Functions that take several elements of a shard together are refused, and those that fill it with random numbers, which
+ranks draw alike, or by its shape. Where a rank has stages, each of its gradients is whole, and a script that makes
+something of all of them learns that there are others.
 """
 
 import copy
@@ -33,6 +34,16 @@ _TOGETHER_NAMES = """
     __rmatmul__ _foreach_norm _foreach_max
 """
 _TOGETHER = frozenset(_TOGETHER_NAMES.split())
+# What they make or write is random, or goes by the place in the tensor.
+_DRAWN_NAMES = """
+    normal normal_ uniform_ bernoulli bernoulli_ exponential_ cauchy_ log_normal_ geometric_ random_ rand randn
+    randint rand_like randn_like randint_like poisson binomial multinomial dropout dropout_ dropout1d dropout2d
+    dropout3d alpha_dropout alpha_dropout_ feature_dropout feature_dropout_ feature_alpha_dropout
+    feature_alpha_dropout_ native_dropout rrelu rrelu_ eye fill_diagonal_ diag diagonal diagflat tril tril_ triu triu_
+"""
+_DRAWN = frozenset(_DRAWN_NAMES.split())
+# Functions of torch.nn.init that fill every shard as they fill the whole.
+_FILLS = frozenset(("constant_", "zeros_", "ones_"))
 # Of two tensors, they take pairs of elements.
 _OF_ONE = frozenset(("max", "min"))
 # What they make has one element for each of the weight, in its order or another, or a part of these.
@@ -102,6 +113,11 @@ def _run(kinds: Iterable[type], func: Any, args: tuple[Any, ...], kwargs: dict[s
             if source.notice is None:
                 _refuse(source, name)
             source.notice.note(source.parts, name)
+    drawn = _init_function(sys._getframe(2)) or (name if name in _DRAWN else "")
+    if drawn and _is_of_script():
+        for source in _sources(args, kwargs):
+            if source.sharding is not None:
+                _refuse_drawn(source, source.sharding, drawn)
     with DisableTorchFunctionSubclass():
         if func == _SET_GRAD and type(args[1]) is WatchedTensor:
             _plain(args[1])
@@ -126,6 +142,16 @@ def _takes_together(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[st
     if name in _TOGETHER or name.startswith("linalg_"):
         return True
     return getattr(func, "__module__", "") == "torch.linalg"
+
+
+def _init_function(frame: FrameType | None) -> str:
+    """Which function of torch.nn.init runs the operation that ``frame`` calls; empty: none, or one of one number."""
+    found = ""
+    while frame is not None and (module := frame.f_globals.get("__name__")) in (*_PARTS, nn.init.__name__):
+        if module == nn.init.__name__ and frame.f_code.co_name != "deprecated_init":
+            found = frame.f_code.co_name
+        frame = frame.f_back
+    return f"nn.init.{found}" if found and found not in _FILLS else ""
 
 
 def _sources(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Source]:
@@ -161,6 +187,20 @@ def _refuse(source: _Source, function: str) -> NoReturn:
         f"{name}{'.grad' if source.is_gradient else ''} is a shard: with tp_size > 1 this rank has "
         f"{sharding.local_shape} of its {sharding.full_shape}, and {function.strip('_')} takes elements together, so "
         f"it would be of this shard only. What is done to each element is right. {instead}"
+    )
+
+
+def _refuse_drawn(source: _Source, sharding: ParameterSharding, function: str) -> NoReturn:
+    name = sharding.name
+    layer = name.rpartition(".")[0] or name
+    raise ConfigError(
+        f"{name}{'.grad' if source.is_gradient else ''} is a shard: with tp_size > 1 this rank has "
+        f"{sharding.local_shape} of its {sharding.full_shape}. {function} goes by the shape of the shard (fans, a "
+        "diagonal), or draws alike on each rank, so the complete tensor would not be the one that it makes without "
+        "tensor parallelism. Initialise before booster.boost; or make the tensor of shape "
+        f"{sharding.full_shape} on the CPU with one generator, which all ranks seed alike, and load it on all ranks: "
+        f'model.load_state_dict({{"{name}": tensor}}, strict=False), or booster.load_model. For noise in every step, '
+        f'keep the layer whole (tensor_parallel_plan={{"{layer}": "replicated"}}), or use tp_size=1.'
     )
 
 

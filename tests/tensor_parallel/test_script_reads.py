@@ -71,6 +71,89 @@ def test_what_takes_elements_of_a_shard_together_is_refused(of):
         TOGETHER[of](parameter)
 
 
+def of_layer(reset, parameter):
+    layer = nn.Linear(4, 4)
+    layer.weight = parameter
+    reset(layer)
+
+
+def noise_of_sam(p):
+    p.add_(torch.randn_like(p) * 0.05)
+
+
+DRAWN = {
+    "nn.init.kaiming_normal_": nn.init.kaiming_normal_,
+    "nn.init.kaiming_uniform_": lambda p: of_layer(nn.Linear.reset_parameters, p),
+    "nn.init.xavier_normal_": lambda p: nn.init.xavier_normal_(p.data),
+    "nn.init.xavier_uniform_": nn.init.xavier_uniform_,
+    "nn.init.orthogonal_": nn.init.orthogonal_,
+    "nn.init.eye_": nn.init.eye_,
+    "nn.init.dirac_": lambda p: nn.init.dirac_(p.unsqueeze(2)),
+    "nn.init.sparse_": lambda p: nn.init.sparse_(p, 0.5),
+    "nn.init.trunc_normal_": nn.init.trunc_normal_,
+    "nn.init.normal_": lambda p: nn.init.normal_(p.detach()),
+    "nn.init.uniform_": lambda p: nn.init.uniform_(p, -1, 1),
+    "nn.init._calculate_fan_in_and_fan_out": lambda p: nn.init._calculate_fan_in_and_fan_out(p),
+    "normal_": lambda p: p.normal_(),
+    "uniform_": lambda p: p.data[1].uniform_(-1, 1),
+    "bernoulli_": lambda p: p.view(-1).bernoulli_(0.5),
+    "exponential_": lambda p: p.exponential_(),
+    "randn_like": noise_of_sam,
+    "rand_like": lambda p: p.copy_(torch.rand_like(p.data)),
+    "randint_like": lambda p: torch.randint_like(p, 3),
+    "bernoulli": lambda p: torch.bernoulli(p / 100),
+    "normal": lambda p: torch.normal(p, 1.0),
+    "randn": lambda p: torch.randn(4, 4, out=p.data),
+    "dropout": F.dropout,
+    "eye": lambda p: torch.eye(4, out=p.data),
+    "fill_diagonal_": lambda p: p.fill_diagonal_(1.0),
+    "tril_": lambda p: p.tril_(),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_random_numbers_and_what_goes_by_the_shape_are_refused(name):
+    parameter, reads = a_shard()
+    before = parameter.detach().clone()
+    text = (
+        rf"^up.weight is a shard: .*\(4, 4\) of its \(8, 4\). {name} goes by .*Initialise before booster.boost; or .*"
+    )
+    with torch.no_grad(), pytest.raises(ConfigError, match=text + r'load_state_dict\({"up.weight": tensor}'):
+        DRAWN[name](parameter)
+    assert torch.equal(parameter, before)
+    with torch.no_grad(), reads.plain():
+        DRAWN[name](parameter)
+
+
+def test_noise_for_the_gradient_of_a_shard_is_refused():
+    parameter, reads = a_shard()
+    with reads.plain():
+        parameter.grad = torch.ones(4, 4)
+    with pytest.raises(ConfigError, match=r"up.weight.grad is a shard: .* randn_like goes by"):
+        parameter.grad.add_(torch.randn_like(parameter.grad))
+
+
+@torch.no_grad()
+def test_random_numbers_beside_shards_and_fills_of_one_number_are_torchs():
+    parameter, _ = a_shard()
+    for fill, number in ((nn.init.zeros_, 0.0), (nn.init.ones_, 1.0), (lambda p: nn.init.constant_(p, 3.0), 3.0)):
+        for one in (parameter, parameter.data):
+            parameter.fill_(7.0)
+            fill(one)
+            assert torch.equal(parameter, torch.full((4, 4), number))
+    copied = parameter.detach().clone()
+    nn.init.kaiming_normal_(copied)
+    copied.add_(torch.randn_like(copied))
+    nn.init.normal_(nn.Parameter(torch.ones(3)))
+    staged, _ = of_a_stage()
+    staged[0].grad.add_(torch.randn_like(staged[0].grad))
+    layer = nn.Linear(4, 4)
+    layer.weight = parameter
+    with_noise = nn.Sequential(layer, nn.Dropout(0.5))
+    with_noise[1].forward = lambda x: x @ F.dropout(layer.weight, 0.5)
+    assert with_noise(torch.ones(2, 4)).shape == (2, 4)
+
+
 @torch.no_grad()
 def test_what_is_done_to_each_element_of_a_shard_is_torchs():
     results = []
@@ -245,6 +328,8 @@ def test_shards_of_a_boosted_model_are_watched_between_steps_only(settings):
                 for name in PLAN:
                     with pytest.raises(ConfigError, match=f"{name}.weight is a shard"):
                         getattr(model, name).weight.norm()
+                    with pytest.raises(ConfigError, match=f"{name}.weight is a shard.* nn.init.kaiming_normal_ goes"):
+                        nn.init.kaiming_normal_(getattr(model, name).weight)
                     getattr(model, name).weight.mul_(0.99)
         booster.backward(F.cross_entropy(model(x).flatten(0, 1).float(), x.flatten()), optimizer)
         optimizer.step()
@@ -257,3 +342,24 @@ def test_shards_of_a_boosted_model_are_watched_between_steps_only(settings):
     assert WatchedParameter not in kinds
     if "zero_stage" not in settings:  # else replicas divide them
         assert kinds == {nn.Parameter}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_weights_that_are_made_whole_are_loaded_into_shards(precision):
+    whole = nn.init.kaiming_normal_(torch.empty(8, 16), generator=torch.Generator().manual_seed(0))
+
+    def run():
+        torch.manual_seed(0)
+        model = Network()
+        booster = Booster(plugin=HybridParallelPlugin(tp_size=2, tensor_parallel_plan=PLAN, precision=precision))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        x = torch.arange(8).view(2, 4)
+        parts = booster.boost(model, optimizer, lambda y, x: F.cross_entropy(y.flatten(0, 1), x.flatten()), sample=x)
+        for _ in range(2):
+            booster.execute_pipeline(iter([x]), model, parts.criterion, parts.optimizer)
+            parts.optimizer.step()
+            model.load_state_dict({"down.weight": whole}, strict=False)
+        return model.down.weight.detach().float().clone()
+
+    loaded = torch.cat(Loopback(2).run(run), 1)
+    assert torch.equal(loaded, whole if precision == "fp32" else whole.bfloat16().float())
