@@ -254,6 +254,7 @@ class LossTrace(WatchingMode):
         self._made: dict[int, Found] = {}
         self._counting_up: dict[int, Any] = {}
         self._applied: dict[Count, None] = {}
+        self._given_to_losses: dict[Count, None] = {}
         self._rows = self._count(num_rows().function)
         self._entries: list[tuple[Tensor, Count]] = []
         for tree in trees:
@@ -313,6 +314,11 @@ class LossTrace(WatchingMode):
         return [
             one for one in dict.fromkeys([*self._applied, *(one for _, one in self._numbers)]) if not one.is_of_sizes
         ]
+
+    @property
+    def given_to_losses(self) -> list[Count]:
+        """What the model has given to losses, of the inputs alone: labels, and weights made of them."""
+        return list(self._given_to_losses)
 
     def terms(self, loss: Any) -> tuple[Term, ...] | None:
         """The terms of a loss; None: it was not made by functions of torch's, or is no sum over samples."""
@@ -671,7 +677,7 @@ class LossTrace(WatchingMode):
         self, function: Any, name: str, args: Any, kwargs: Any, result: Any, models: list[tuple[Tensor, _OfModel]]
     ) -> None:
         if self.in_criterion:
-            self._note_applied(args, kwargs)
+            self._note_applied(self._applied, args, kwargs)
         if function is torch.autograd.grad:
             self._derivatives(args, kwargs, result, models)
             return
@@ -697,6 +703,8 @@ class LossTrace(WatchingMode):
         divided = self._divided_of(name, args, kwargs, result, with_samples) if reductions is None else ()
         if reductions is not None:
             found = self._loss(name, reductions, result, models)
+            if not self.in_criterion:
+                self._note_applied(self._given_to_losses, args, kwargs)
         elif not with_samples:
             found = self._without_samples(function, name, args, kwargs, result, models)
         elif made.is_gone and name not in _REDUCING and (made.is_sum or order or not self.in_criterion):
@@ -768,11 +776,11 @@ class LossTrace(WatchingMode):
                 return made_by
         return ""
 
-    def _note_applied(self, args: Any, kwargs: Any) -> None:
+    def _note_applied(self, noted: dict[Count, None], args: Any, kwargs: Any) -> None:
         for value in (*tensors_of((args, kwargs)), *args, *kwargs.values()):
             known = self._of(value) if isinstance(value, Tensor) else count_of(value)
             if isinstance(known, Count):
-                self._applied[known] = None
+                noted[known] = None
 
     def _divided_of(
         self, name: str, args: Any, kwargs: Any, result: Any, models: list[tuple[Tensor, _OfModel]]

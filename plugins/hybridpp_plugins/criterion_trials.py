@@ -294,6 +294,18 @@ class CriterionTrials:
             )
         return ""
 
+    def coupling_of_given(self, form: LossForm, trace: LossTrace, microbatch: int) -> str:
+        """How what a model gives to its own losses is made of several samples' inputs; "": it is not."""
+        own = self._microbatches[microbatch]
+        if self._lengths(own.inputs, own.num_samples) is not None:
+            return ""
+        alike = [own, *(one for one in self._microbatches if one is not own and one.num_samples == own.num_samples)]
+        counted = {id(one) for count in form.counts for one in (count, without_floor(count))}
+        given = [one for one in trace.given_to_losses if id(one) not in counted]
+        trees, size, dims = [one.inputs for one in alike], own.num_samples, self._pipeline.batch_dims or 0
+        pairs = trial_pairs(trees, size, dims, given, functools.partial(self._chosen, size=size)) if given else ()
+        return _OF_APPLIED if any(pair.applies for pair in pairs) else ""
+
     def _couples(self, form: LossForm, pair: TrialPair, outputs: "_Outputs", device: torch.device) -> bool | None:
         """Whether the loss of samples of a pair is another than that of parts of them; None: nothing shows it."""
         is_shown = False

@@ -603,6 +603,8 @@ class StepLosses:
             problems.append((LossReduction.COUPLED, "one of its terms is a sum, another a mean"))
             return form
         if not in_criterion:
+            if why := self._trials.coupling_of_given(form, trace, microbatch):
+                problems.append((LossReduction.COUPLED, why))
             return form
         why = self._trials.coupling(form, trace, microbatch, loss, outputs, inputs)
         if why:

@@ -1302,6 +1302,65 @@ def test_a_loss_of_each_sample_may_become_another_one_of_each(name):
     assert_near(found, dict(model.named_parameters()), 1e-6)
 
 
+class OfLabels(nn.Module):
+    """Computes its loss, of labels that it changes first."""
+
+    def __init__(self, loss_of):
+        super().__init__()
+        self.net, self.loss_of = _net(), loss_of
+
+    def forward(self, input, y):
+        return self.loss_of(self.net(input), y)
+
+
+def _weighted_classes(o, y):
+    of_class = F.one_hot(y.argmax(1), 5).float()
+    return F.binary_cross_entropy_with_logits(
+        o, of_class, pos_weight=(1 - of_class).sum(0) / of_class.sum(0).clamp(min=1)
+    )
+
+
+TOGETHER_LABELS = {
+    "weighted classes": _weighted_classes,
+    "mixed": lambda o, y: F.cross_entropy(o, y.argmax(1)) + F.cross_entropy(o, y.argmax(1).flip(0)),
+    "centred": lambda o, y: F.mse_loss(o, (y - y.mean(0)) / y.std(0)),
+    "ranks": lambda o, y: F.mse_loss(o, y.argsort(0).argsort(0).float()),
+}
+LABELS_APART = {
+    "classes": lambda o, y: F.cross_entropy(o.view(-1, 5), y.argmax(1).view(-1)),
+    "masked": lambda o, y: F.mse_loss(o[y > 0], y[y > 0]),
+    "active": lambda o, y: F.cross_entropy(o, torch.where(y[:, 0] > 0, y.argmax(1), -100)),
+    "shifted": lambda o, y: F.mse_loss(o[:, :-1].flatten(), y[:, 1:].flatten()),
+    "of a sample": lambda o, y: F.mse_loss(o, (y - y.mean(1, keepdim=True)) / y.std(1, keepdim=True)),
+    "weights": lambda o, y: F.binary_cross_entropy_with_logits(o, y.sigmoid(), weight=(y > 0) + 0.5),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER_LABELS)
+@pytest.mark.parametrize("settings", [{"num_microbatches": 2, "pp_size": 2}, {"num_microbatches": 2}], ids=str)
+def test_labels_that_a_model_makes_of_several_samples_are_refused(name, settings):
+    def run():
+        booster, model, optimizer = boosted(OfLabels(TOGETHER_LABELS[name]), sgd, _pairs(), **settings)
+        booster.execute_pipeline(iter([_pairs()]), model, lambda o, i: o, optimizer)
+
+    with pytest.raises(ConfigError, match="a number of all samples is applied to each of them"):
+        Loopback(settings.get("pp_size", 1)).run(run)
+
+
+@pytest.mark.parametrize("name", LABELS_APART)
+def test_labels_that_a_model_makes_of_each_sample_give_the_same_result(name):
+    model = OfLabels(LABELS_APART[name])
+    model(**_pairs()).backward()
+
+    def run():
+        booster, model, optimizer = boosted(OfLabels(LABELS_APART[name]), sgd, _pairs(), num_microbatches=3)
+        booster.execute_pipeline(iter([_pairs()]), model, lambda o, i: o, optimizer)
+        return gradients_of(booster, model)
+
+    (found,) = Loopback(1).run(run)
+    assert_near(found, {key: held.grad for key, held in model.named_parameters()}, 1e-6)
+
+
 def _net():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 5))
