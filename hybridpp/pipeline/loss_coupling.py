@@ -51,6 +51,7 @@ class _Output(NamedTuple):
         samples: where the output holds them; None: that is not known.
         why: how the model put samples together, as far as known; "": it did not.
         tensor: the output, while the script holds it.
+        given: the shapes of what the model was called with.
     """
 
     position: int
@@ -58,6 +59,7 @@ class _Output(NamedTuple):
     samples: SampleDim | None
     why: str
     tensor: "weakref.ref[Tensor]"
+    given: Sequence[tuple[int, ...]] = ()
 
 
 def num_samples_of(given: Iterable[Tensor]) -> int:
@@ -66,13 +68,19 @@ def num_samples_of(given: Iterable[Tensor]) -> int:
     return max(sizes, key=lambda size: sizes[size], default=0)
 
 
-def mark_outputs(outputs: Sequence[Tensor], num_samples: int, trace: LossTrace | None = None) -> None:
+def mark_outputs(
+    outputs: Sequence[Tensor],
+    num_samples: int,
+    trace: LossTrace | None = None,
+    given: Sequence[tuple[int, ...]] = (),
+) -> None:
     """Note at the graph of a model's outputs that a call returned them; :class:`LossSection` finds it there.
 
     Args:
         outputs: of a call of a model.
         num_samples: of the call; 0: that is not known.
         trace: that has watched the call; None: nothing has.
+        given: the shapes of what the model was called with.
     """
     guessed = guessed_samples([one.shape for one in outputs], num_samples) if num_samples else [None] * len(outputs)
     for position, (tensor, guess) in enumerate(zip(outputs, guessed, strict=True)):
@@ -81,9 +89,14 @@ def mark_outputs(outputs: Sequence[Tensor], num_samples: int, trace: LossTrace |
         is_learned = is_of_parameters(tensor.grad_fn) or (trace is not None and trace.is_of_parameters(tensor))
         samples = None if is_learned else (None if trace is None else trace.samples_of(tensor)) or guess
         why = "" if trace is None else trace.coupling_of(tensor)
-        output = _Output(position, num_samples, samples if tensor.dim() else None, why, weakref.ref(tensor))
+        output = _Output(position, num_samples, samples if tensor.dim() else None, why, weakref.ref(tensor), given)
         edge = get_gradient_edge(tensor)
         _notes(edge.node).setdefault(_KEY, {})[edge.output_nr] = output
+
+
+def outputs_at(node: Node) -> list[_Output]:
+    """The outputs of models that a node made, as far as they are marked."""
+    return list(_notes(node).get(_KEY, {}).values())
 
 
 class LossSection:
@@ -93,6 +106,10 @@ class LossSection:
         signature: equal for losses that are made of the same outputs by the same functions, as far as they are looked
             at; from 1 on.
         positions: of these outputs, among those of their calls.
+        shapes: of these outputs.
+        given: the shapes of what models were called with there.
+        nums_samples: of these calls.
+        is_of_own_loss: whether some output is a number, as a loss that the model makes.
     """
 
     def __init__(self, loss: Tensor):
@@ -101,6 +118,10 @@ class LossSection:
         self._is_own = False
         names = self._walk(loss, _MAX_TOLD)
         self.positions = sorted({one.position for one in self._outputs.values()})
+        self.shapes = [tuple(getattr(node, INPUT_METADATA)[number].shape) for node, number in self._outputs]
+        self.given = {shape for one in self._outputs.values() for shape in one.given}
+        self.nums_samples = {one.num_samples for one in self._outputs.values()}
+        self.is_of_own_loss = () in self.shapes
         self.signature = 1 + (zlib.crc32(repr((names, self.positions)).encode()) & 0xFFFFFF)
 
     def _walk(self, loss: Tensor, limit: int) -> list[str]:

@@ -89,6 +89,7 @@ class GraphTerm(NamedTuple):
         is_sum: whether it is a sum that is divided by nothing.
         factors: what a sum is divided by (power 1) and multiplied with (-1); None: it is none, but a mean.
         product: where it is multiplied with what is learned; None: it is not.
+        scales: all that it is divided by and multiplied with, but for what a mean is over.
     """
 
     node: Node
@@ -98,6 +99,7 @@ class GraphTerm(NamedTuple):
     is_sum: bool = False
     factors: tuple[tuple[Any, int], ...] | None = None
     product: Site | None = None
+    scales: tuple[tuple[Any, int], ...] = ()
 
     @property
     def site(self) -> Site:
@@ -317,7 +319,8 @@ class _Walk:
                 if power < 0:  # times 0, it has no items
                     number = _unless_zero(factor, number)
         of_sum = None if is_of_elements or isinstance(count, Tensor) else tuple(factors)
-        self.terms.append(GraphTerm(node, number, kind + "/" * is_divided, is_of_elements, is_sum, of_sum, site))
+        kind += "/" * is_divided
+        self.terms.append(GraphTerm(node, number, kind, is_of_elements, is_sum, of_sum, site, tuple(factors)))
 
     def _unknown(self, node: Node, name: str) -> None:
         if not self._is_open:

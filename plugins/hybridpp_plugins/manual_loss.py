@@ -17,6 +17,7 @@ from hybridpp.pipeline import GraphLoss, LossTrace, read_loss, weigh
 from hybridpp.pipeline.loss_coupling import LossSection, mark_outputs, num_samples_of
 from hybridpp.pipeline.loss_form import ADVICE
 from hybridpp.pipeline.loss_graph import Site
+from hybridpp.pipeline.loss_sums import SumSearch
 from hybridpp_plugins.manual_forward import end_of, tensors_of
 
 _DECLARED, _NOTHING = 1 << 25, 1 << 26
@@ -53,7 +54,8 @@ _UNKNOWN = (
     "what the loss that booster.backward gets is a mean over cannot be read from its graph ({why}): the gradient is "
     "the plain mean of the replicas' losses. That is the one of the whole batch only if each replica's loss is a mean "
     "over as many items. Pass booster.backward(loss, optimizer, num_items=...), the number of items that the loss is a "
-    "mean over, on all ranks; num_items=1 on all of them says that the plain mean is right. See docs/losses.md."
+    "mean over, on all ranks; num_items=1 on all of them says that the plain mean is right. Multiply a sum that shall "
+    "add up over the replicas with their number. See docs/losses.md."
 )
 
 
@@ -77,6 +79,7 @@ class ManualLosses:
         self._has_warned = False
         self._num_watched = 0
         self._looked_at: set[int] = set()
+        self._searches: dict[int, SumSearch] = {}
 
     def around(self, inner: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
         """A wrapper of the script's own calls of the model, whose outputs are marked; ``inner`` wraps them inside."""
@@ -84,16 +87,18 @@ class ManualLosses:
         def run(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not torch.is_grad_enabled() or is_functorch_active():
                 return inner(forward, args, kwargs)
-            num_samples, trace = num_samples_of(tensors_of((args, kwargs))), None
+            given = tensors_of((args, kwargs))
+            num_samples, trace = num_samples_of(given), None
             if num_samples and self._num_watched < _MAX_WATCHED:
                 self._num_watched += 1
                 # A compiler that the script has called would trace what watches.
                 if not any(map(is_compiled_by_script, walk.modules(model))):
                     trace = LossTrace([args, kwargs], num_samples)
+            shapes = [tuple(tensor.shape) for tensor in given]
             with trace or nullcontext():
                 outputs = inner(forward, args, kwargs)
             with DisableTorchFunctionSubclass():
-                mark_outputs(list(map(end_of, tensors_of(outputs))), num_samples, trace)
+                mark_outputs(list(map(end_of, tensors_of(outputs))), num_samples, trace, shapes)
             return outputs
 
         return run
@@ -130,9 +135,15 @@ class ManualLosses:
             if is_new:
                 self._looked_at.add(section.signature)
                 why = section.coupling(loss, is_of_one_item=_is_of_one_item(found))
+                self._searches[section.signature] = SumSearch()
             if loss.grad_fn is not None and not found.is_nothing and all(term.is_sum for term in found.terms):
                 how = "a sum that is divided by nothing" if found.terms else f"it ends with {loss.grad_fn.name()}"
                 self._warn_once(_UNKNOWN.format(why=found.why or how))
+            search = self._searches.get(section.signature)
+            if not self._has_warned and search is not None and not search.is_done and not why:
+                how = search.look(found, section)
+                if how:
+                    self._warn_once(_UNKNOWN.format(why=how))
         self._note(kind, size)
         weights = self._weights([float(is_syncing), float(kind), float(bool(why))], counts, is_new=is_new, why=why)
         if len(counts) < len(sites):

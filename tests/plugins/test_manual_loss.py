@@ -318,6 +318,104 @@ def test_a_known_or_a_declared_loss_is_not_named(monkeypatch):
     assert said == []
 
 
+def _kl(logits):
+    return (logits.exp() - logits - 1).sum()
+
+
+def _said_of(loss_of, monkeypatch, rows=_ROWS, steps=3, model=_tagger):
+    said = []
+    monkeypatch.setattr("hybridpp_plugins.manual_loss._warn", said.append)
+
+    def run():
+        torch.manual_seed(0)
+        booster, boosted_model, optimizer = boosted(model(), sgd, rows[:2])
+        replica = booster.plugin.layout.here.dp
+        for step in range(steps):
+            booster.backward(loss_of(boosted_model, rows.split(5)[replica], step), optimizer)
+            optimizer.step()
+
+    Loopback(2).run(run)
+    return said
+
+
+_TEN = torch.randn(10, 7, 4, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "how"),
+    [
+        (lambda out: 0.1 * out.square().sum(), "multiplied with constants"),
+        (lambda out: out.square().sum() / 8, "divided by 8"),
+        (lambda out: (out.square() / 8).sum(), "divided by 8"),
+        (lambda out: 0.5 * out.square().sum() / 4, "divided by 4"),
+        (lambda out: out.square().mean() * len(out) / 8, "the number of samples"),
+        (lambda out: functional.mse_loss(out, out.detach() + 1, reduction="sum") / 4, "divided by 4"),
+        (lambda out: out.square().mean() + 0.01 * _kl(out), "multiplied with constants"),
+        (lambda out: out.square().mean() + _kl(out), "divided by nothing"),
+        (lambda out: out.square().mean() - 0.5 * torch.sum(1 + out - out.exp()) / 3, "divided by 3"),
+    ],
+)
+def test_a_sum_that_no_count_divides_is_named_once(loss_of, how, monkeypatch):
+    said = _said_of(lambda model, rows, step: loss_of(model(rows)), monkeypatch, _TEN)
+    assert len(said) == 2
+    assert all(how in text and "num_items=" in text for text in said)
+
+
+def test_a_sum_that_begins_with_a_factor_of_0_is_named_later(monkeypatch):
+    said = _said_of(lambda model, rows, step: model(rows).mean() + 0.1 * step * _kl(model(rows)), monkeypatch, _TEN)
+    assert len(said) == 2
+
+
+class _OwnLoss(Tagger):
+    def forward(self, rows):
+        out = super().forward(rows)
+        return out.square().mean() + 0.1 * _kl(out)
+
+
+def test_a_sum_in_the_loss_that_the_model_makes_is_named(monkeypatch):
+    said = _said_of(lambda model, rows, step: model(rows), monkeypatch, _TEN, model=_OwnLoss)
+    assert len(said) == 2
+    assert "multiplied with constants" in said[0]
+
+
+class _OwnPenalty(Tagger):
+    def forward(self, rows):
+        return super().forward(rows).square().mean() + 0.1 * self.head.weight.square().sum()
+
+
+def test_a_penalty_on_weights_is_no_sum_over_samples(monkeypatch):
+    assert _said_of(lambda model, rows, step: model(rows), monkeypatch, _TEN, model=_OwnPenalty) == []
+
+
+def _masked_by(out, number_of):
+    mask = torch.arange(7) < 4
+    return (out.square().mean(-1) * mask).sum() / number_of(mask.expand(len(out), 7))
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        lambda out, step: out.square().sum() / len(out),
+        lambda out, step: 0.1 * out.square().sum() / len(out) / 3,
+        lambda out, step: out.square().sum() * (1 / out.numel()),
+        lambda out, step: out.square().sum(-1).sum() / (len(out) * 7),
+        lambda out, step: out.square().mean() * len(out) / (len(out) * 7),
+        lambda out, step: (out.square().sum() + out.abs().sum()) / (2 * len(out)),
+        lambda out, step: 2 * out.square().mean() + 0.1 * out.square().sum((1, 2)).mean() / 8,
+        lambda out, step: out.square().mean(0).sum() + 0.1 * _kl(out) / len(out),
+        lambda out, step: 10 * out.square().mean() + out.abs().mean(),
+        lambda out, step: out.square().sum() / (len(out) * 7 * 4),  # elements of what the model was given
+        # The number of items is another one in each batch.
+        lambda out, step: out.square().sum() / (11 + step),
+        lambda out, step: _masked_by(out, lambda mask: int(mask[0].sum()) * 5),
+        lambda out, step: _masked_by(out, lambda mask: mask.sum().float() + 1),
+        lambda out, step: out.reshape(-1, 5)[:11].square().sum() / 11,
+    ],
+)
+def test_a_sum_that_a_count_divides_is_not_named(loss_of, monkeypatch):
+    assert _said_of(lambda model, rows, step: loss_of(model(rows), step), monkeypatch, _TEN) == []
+
+
 def _refused(call, model=_tagger, **settings):
     """The error of each replica in its first call."""
 
