@@ -21,7 +21,7 @@ class LossReduction(IntEnum):
     STATISTICS = 1
     """The model applies statistics of a micro-batch's samples to each of them."""
     SUM_IN_MODEL = 2
-    """The model computed the loss, and its last operation is a sum."""
+    """The model computed the loss, and its last operation is a sum, or it multiplied a mean with the samples."""
     SUM = 3
     """Twice the samples gave twice the loss: a sum."""
     UNCOUNTED = 4

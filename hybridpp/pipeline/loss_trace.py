@@ -127,6 +127,8 @@ _OTHER_SHAPES = frozenset(["getitem", "unsqueeze", "squeeze", "view", "reshape",
 _MAX_CONSTANT = 2**20
 # Sums that are divided by numbers of their own are looked at one by one, up to as many.
 _MAX_APART = 1024
+# A mean that is multiplied with a smaller number is weighted, though there may be as many samples.
+_LEAST_ROWS = 3
 # Python has one object for all that are equal.
 _SHARED_INTS = -5, 256
 _MAKING_ZERO = frozenset(["zeros", "new_zeros", "zeros_like"])
@@ -168,6 +170,7 @@ class Term(NamedTuple):
         adds_up: whether a loss of torch's made it that was told to add up.
         is_of_parts: whether its elements were divided by a number of the batch before they were added up.
         row: the one sample that it is made of, of a criterion's; None: of several, as far as known.
+        is_times_rows: whether the model has multiplied a mean with what is the number of samples, as far as known.
     """
 
     factors: tuple[TermFactor, ...] | None
@@ -178,6 +181,7 @@ class Term(NamedTuple):
     adds_up: bool = False
     is_of_parts: bool = False
     row: Count | None = None
+    is_times_rows: bool = False
 
 
 class _OfModel(NamedTuple):
@@ -1111,7 +1115,15 @@ class LossTrace(WatchingMode):
             ):
                 is_mean = is_divisor and self._may_be_rows(other) and not any(term.factors for term in terms)
                 # What a script has counted unseen looks like any number.
-                kept = [term._replace(adds_up=term.adds_up and not is_divisor) for term in terms]
+                times_rows = not is_divisor and self._is_number_of_rows(other)
+                kept = [
+                    term._replace(
+                        adds_up=term.adds_up and not is_divisor,
+                        is_times_rows=(term.is_times_rows or (times_rows and bool(term.factors)))
+                        and not (is_divisor and self._may_be_rows(other)),
+                    )
+                    for term in terms
+                ]
                 return keeps(kept, (TermFactor(self._rows, -1),) if is_mean else ())
             apart = self._divided_apart(terms, other) if is_divisor and operands[0] is tensor else None
             if apart is not None and result.shape == other.shape == tensor.shape:
@@ -1199,6 +1211,10 @@ class LossTrace(WatchingMode):
         if self.in_criterion or not isinstance(value, int):
             return False
         return value == self._num_samples or (self._num_samples > 1 and value % self._num_samples == 0)
+
+    def _is_number_of_rows(self, value: Any) -> bool:
+        """Whether a model seems to multiply with the number of samples."""
+        return self._may_be_rows(value) and value == self._num_samples >= _LEAST_ROWS
 
     def _factor(self, value: Any, power: int) -> TermFactor | None:
         if isinstance(value, TracedInt | TracedFloat):

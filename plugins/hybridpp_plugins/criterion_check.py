@@ -121,7 +121,8 @@ class CriterionCheck:
             )
         else:
             text = (
-                f"the loss that {model} computes ends with a sum, and it is averaged over micro-batches and replicas. "
+                f"the loss that {model} computes ends with a sum{because}, and it is averaged over micro-batches and "
+                "replicas. "
                 "If it is a sum over samples, set criterion.reduction = 'sum'; otherwise set 'mean', which disables "
                 "this warning."
             )

@@ -605,6 +605,8 @@ class StepLosses:
         if not in_criterion:
             if why := self._trials.coupling_of_given(form, trace, microbatch):
                 problems.append((LossReduction.COUPLED, why))
+            if any(term.is_times_rows for term in terms or ()):
+                problems.append((LossReduction.SUM_IN_MODEL, "a mean that is multiplied with the number of samples"))
             return form
         why = self._trials.coupling(form, trace, microbatch, loss, outputs, inputs)
         if why:

@@ -709,6 +709,11 @@ def quantised(x, scale):
         (lambda x: (x**2).mean() + 0.1 * x.sum(), LossReduction.COUPLED),
         (lambda x: F.mse_loss(x, X, reduction="sum"), LossReduction.MEAN),
         (lambda x: F.mse_loss(x, X, reduction="sum") / 7, LossReduction.SUM_IN_MODEL),
+        (lambda x: (x**2).mean() * len(x) / 7, LossReduction.SUM_IN_MODEL),
+        (lambda x: F.mse_loss(x, X) * len(x), LossReduction.SUM_IN_MODEL),
+        (lambda x: (x**2).mean() + len(x) * (x**2).sum(1).mean() / 7, LossReduction.SUM_IN_MODEL),
+        (lambda x: (x**2).mean() * len(x) / len(x), LossReduction.MEAN),
+        (lambda x: 5 * (x**2).mean(), LossReduction.MEAN),
         (lambda x: (x**2).mean() + 0.1 * F.mse_loss(x, X, reduction="sum"), LossReduction.MEAN),
         (lambda x: contrastive({"logits": x}, None), LossReduction.COUPLED),
         # Statistics inside of a model are those of micro-batches, as in batch normalisation.
