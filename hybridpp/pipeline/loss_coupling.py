@@ -36,6 +36,8 @@ _BENT = re.compile(
 _CHOOSING = re.compile(r"(Topk|Sort|Max|Min|Median|Nanmedian|Kthvalue|Mode|Amax|Amin|Cummax|Cummin)Backward\d")
 _OF_PAIRS = re.compile(r"_?(Euclidean|Cdist|Pdist)\w*Backward\d")
 _MAX_BENT = 16
+# Elements of an argument that are asked of which samples they are made; and of these, that link no further ones.
+_MAX_LINKED, _MAX_IDLE = 64, 4
 
 _Edge: TypeAlias = tuple[Node, int]
 _Sample: TypeAlias = tuple[int, int]
@@ -255,8 +257,9 @@ def _bent_together(
     """How one of these functions puts samples together, at least so many and all that are active; "": none does.
 
     What such a function takes together (one element; those along its dimension; pairs) is made of the outputs of the
-    samples that a gradient there reaches.
+    samples that a gradient there reaches. Comparisons of a few samples may link all of them.
     """
+    compared: list[tuple[_Edge, str]] = []
     for node in nodes:
         if not any(edge[0] is not None for edge in node.next_functions):
             continue
@@ -279,9 +282,36 @@ def _bent_together(
             else:
                 weights.view(-1)[:1] = 1.0
                 text = f"a number of all samples together is limited, or its sign is taken off ({what})"
-            if _are_all(_reached(edge, weights, ends), active, least):
+            reached = _reached(edge, weights, ends)
+            if _are_all(reached, active, least):
                 return text
+            if _BENT.fullmatch(name) and len(reached) > 1:
+                compared.append((edge, what))
+    for edge, what in compared:
+        if _are_linked(edge, ends, active, least):
+            return f"samples are compared with others that are themselves compared with further ones ({what})"
     return ""
+
+
+def _are_linked(edge: _Edge, ends: dict[_Edge, _Output], active: set[_Sample], least: int) -> bool:
+    """Whether all samples are linked by elements that are made of some of them: neighbours are, pairs are not."""
+    argument = _zeros(edge)
+    for dim in range(argument.dim()):
+        reached: set[_Sample] = set()
+        num_idle = 0
+        for index in range(min(argument.shape[dim], _MAX_LINKED)):
+            weights = torch.zeros_like(argument)
+            weights[tuple(index if one == dim else 0 for one in range(argument.dim()))] = 1.0
+            found = _reached(edge, weights, ends)
+            if reached and (found <= reached or not found & reached):
+                num_idle += 1
+            else:
+                reached |= found
+            if num_idle == _MAX_IDLE:
+                break
+            if _are_all(reached, active, least):
+                return True
+    return False
 
 
 def _are_all(reached: set[_Sample], active: set[_Sample], least: int) -> bool:

@@ -76,6 +76,10 @@ BENT = {
     "batch-hard triplets": (_hard, "chooses|distances"),
     "distances": (lambda out: torch.cdist(out, out).mean(), "distances"),
     "condensed distances": (lambda out: torch.pdist(out).mean(), "distances"),
+    "hinge of neighbours": (lambda out: (1 - (out[:-1, 0] - out[1:, 0])).relu().mean(), "compared"),
+    "neighbours": (lambda out: (out[1:] - out[:-1]).abs().mean() + functional.cross_entropy(out, _CLASSES), "compared"),
+    "neighbours of features": (lambda out: (out.T[:, 1:] - out.T[:, :-1]).abs().sum(0).mean(), "compared"),
+    "a ring": (lambda out: functional.l1_loss(out, out.roll(1, 0)), "compared"),
     "distances of two halves": (lambda out: torch.cdist(out[:3], out[3:]).mean(), ""),
 }
 STRAIGHT = {
@@ -89,6 +93,10 @@ STRAIGHT = {
     "distances of pairs": lambda out: torch.cdist(out[:3], out[3:]).diagonal().mean(),
     "a guard": lambda out: functional.cross_entropy(out, _CLASSES).clamp(max=100.0),
     "limited samples": lambda out: functional.cross_entropy(out, _CLASSES, reduction="none").clamp(0.1, 2).mean(),
+    "interleaved pairs": lambda out: (out[::2] - out[1::2]).abs().mean(),
+    "triplets": lambda out: (out[:2] - out[2:4]).abs().mean() + (out[:2] - out[4:]).abs().mean(),
+    "a list's hinge": lambda out: (1 - out.view(2, 3, 4)[:, :1] + out.view(2, 3, 4)[:, 1:]).relu().mean(),
+    "changes along features": lambda out: (out[:, 1:] - out[:, :-1]).abs().mean(),
     "pairs' hinge": lambda out: (out[:3] - out[3:]).mean(1).clamp(min=0).mean(),
 }
 
