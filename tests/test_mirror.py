@@ -108,6 +108,7 @@ TESTED_THROUGH = {
     "hybridpp/partition/traced_units.py": "tests/partition/test_concrete_fallback.py",
     "hybridpp/pipeline/deferred_wgrad.py": "tests/pipeline/test_weight_gradients.py",
     "hybridpp/pipeline/loss_reduction.py": "tests/pipeline/test_criterion.py",
+    "hybridpp/pipeline/loss_sums.py": "tests/plugins/test_manual_loss.py",
     "hybridpp/pipeline/rank_program.py": "tests/pipeline/test_executor.py",
     "hybridpp/pipeline/read_entries.py": "tests/pipeline/test_criterion.py",
     "hybridpp/pipeline/scheduled_wgrads.py": "tests/pipeline/test_weight_gradients.py",
