@@ -1026,10 +1026,10 @@ class LossTrace(WatchingMode):
         known = self._of(target) if isinstance(target, Tensor) else None
         factor = None
         is_classes = name in _CLASS_LOSSES and isinstance(target, Tensor) and not target.is_floating_point()
+        is_of_row = of_input.numel is not None and of_input.numel.function is single
         if is_classes and isinstance(known, Count):
             weight = None if call.weight is None else self._spec(call.weight)
             counted = self._count(counted_targets, known, call.ignore_index, weight)
-            is_of_row = of_input.numel is not None and of_input.numel.function is single
             factor = TermFactor(self._count(of_row, counted) if is_of_row else counted, -1)
         elif is_classes and isinstance(known, _OfModel):
             seen = counted_targets(target, call.ignore_index, call.weight)
@@ -1052,7 +1052,8 @@ class LossTrace(WatchingMode):
         if factor is None:
             elementwise = isinstance(known, Count) and (not is_classes and name not in _OF_ROWS)
             if elementwise and target.numel() >= call.input.numel():
-                factor = TermFactor(self._count(numel, known), -1)
+                elements = self._count(numel, known)
+                factor = TermFactor(self._count(of_row, elements) if is_of_row else elements, -1)
             else:
                 factor = self._num_items(call.input, of_input)
         if call.reduction == "sum":

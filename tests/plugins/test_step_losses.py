@@ -1852,6 +1852,10 @@ def _lists(o, i):
     return [(row - one["boxes"]).abs().sum(1) for row, one in zip(o, i["targets"], strict=True)]
 
 
+def _of_image(row, target):
+    return F.l1_loss(row.expand_as(target["boxes"]), target["boxes"])
+
+
 def _of_all(o, i):
     lists = _lists(o, i)
     return sum(one.sum() for one in lists) / max(sum(map(len, lists)), 1)
@@ -1937,6 +1941,7 @@ def test_a_loss_that_the_first_step_shows_as_a_mean_over_samples(loss_of, later,
     [
         lambda o, i: torch.stack([one.mean() for one in _lists(o, i)]).mean(),
         lambda o, i: sum(one.sum() / len(one) for one in _lists(o, i)) / len(o),
+        lambda o, i: sum(map(_of_image, o, i["targets"])) / len(o) + o.square().mean(),
         lambda o, i: o.square().mean(0).mean(),
     ],
 )
