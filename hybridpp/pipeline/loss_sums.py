@@ -167,8 +167,8 @@ def _chosen(node: Node) -> Iterable[float]:
             if not isinstance(tensor, Tensor) or tensor.numel() < 2:
                 continue
             tensor = tensor.detach()
-            if hasattr(one, "_saved_ignore_index"):
-                tensor = tensor != one._saved_ignore_index
+            if (ignored := getattr(one, "_saved_ignore_index", None)) is not None:
+                tensor = tensor != ignored
             repeats = max(_numel(one) // tensor.numel(), 1)  # it was broadcast
             numbers = (tensor.double().sum(), tensor.count_nonzero(), (tensor == 0).sum())
             yield from (repeats * float(number) for number in numbers)

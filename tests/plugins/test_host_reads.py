@@ -46,13 +46,13 @@ class Reads(TorchFunctionMode):
 
 
 def places(pp_size=1, calls=1, behind=lambda model: None, **settings):
-    """Where each rank reads the device in one step, after a first one that may do more."""
+    """Where each rank reads the device in one step, after those that may do more: the first and the fourth."""
 
     def run():
         booster, model, optimizer = boosted(
             small_vit(), sgd, image_batch(2), pp_size=pp_size, num_microbatches=3, **settings
         )
-        for _ in range(2):
+        for _ in range(3):
             with Reads() as reads:
                 for _ in range(calls):
                     booster.execute_pipeline(iter([image_batch(6)]), model, model_loss, optimizer)
