@@ -585,6 +585,7 @@ class LossTrace(WatchingMode):
 
     def _of_inputs(self, function: Any, name: str, args: Any, kwargs: Any, result: Any) -> Any:
         is_product = self.in_criterion and (name in _MULTIPLYING or name in _DIVIDING)
+        args = self._open_sizes(name, args)
         spec = self._spec(tuple(map(self._read_before, args)) if is_product else args), self._spec(kwargs)
         writes = _writes(name)
         if writes and isinstance(args[0], Tensor):
@@ -621,6 +622,25 @@ class LossTrace(WatchingMode):
                 self._applied[self._count(_in_order, spec[0][0])] = None
             return traced(result, count)
         return None
+
+    def _open_sizes(self, name: str, args: Any) -> Any:
+        """The arguments of a change of shape without a first size, which other samples, or longer ones, may not have.
+
+        Plain numbers (``B, T, C = logits.shape``, ``len(out)``) carry no sign of what they are.
+        """
+        if name not in ("view", "reshape", "expand") or len(args) < 2:
+            return args
+        tensor, *sizes = args
+        sizes = list(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
+        if not sizes or not isinstance(sizes[0], int) or sizes[0] <= 0:
+            return args
+        if name == "expand":
+            is_kept = len(sizes) == tensor.dim() and tensor.shape[:1] == (sizes[0],)
+            return (tensor, -1, *sizes[1:]) if is_kept else args
+        if -1 not in sizes:
+            return tensor, -1, *sizes[1:]
+        is_rows = type(sizes[0]) is int and sizes[0] == self._num_samples
+        return (tensor, traced(sizes[0], self._rows), *sizes[1:]) if is_rows else args
 
     def _read_before(self, value: Any) -> Any:
         """A plain number with the count that it is taken for, as in ``w / w.sum() * len(w)``; else the value."""

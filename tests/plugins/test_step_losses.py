@@ -1366,6 +1366,50 @@ def test_labels_that_a_model_makes_of_each_sample_give_the_same_result(name):
     assert_near(found, {key: held.grad for key, held in model.named_parameters()}, 1e-6)
 
 
+def _of_all_sizes(o, y):
+    rows, width = o.shape
+    return F.mse_loss(o.view(rows * width), y.view(rows * width))
+
+
+RESHAPED = {
+    "sizes of outputs": _of_all_sizes,
+    "length of outputs": lambda o, y: F.mse_loss(o, y.reshape(len(o), 5)),
+    "length and the rest": lambda o, y: F.mse_loss(o, y.view(len(o), -1)),
+    "length of labels": lambda o, y: F.cross_entropy(o, y.argmax(1).view(len(y))),
+    "product": lambda o, y: F.mse_loss(o.flatten(), y.reshape(len(y) * y.size(1))),
+    "expanded": lambda o, y: F.mse_loss(o, y[:, :1].expand(len(o), 5)),
+}
+
+
+@pytest.mark.parametrize("name", RESHAPED)
+@pytest.mark.parametrize("in_model", [False, True])
+def test_labels_are_reshaped_by_plain_numbers(name, in_model):
+    loss_of, given = RESHAPED[name], [_pairs(), {key: one[:6] for key, one in _pairs().items()}]
+
+    def make():
+        return OfLabels(loss_of) if in_model else _net()
+
+    def run():
+        sample = given[0] if in_model else {"input": given[0]["input"]}
+        booster, model, optimizer = boosted(make(), sgd, sample, num_microbatches=3)
+        for one in given:
+            booster.execute_pipeline(
+                iter([one]), model, (lambda o, i: o) if in_model else (lambda o, i: loss_of(o, i["y"])), optimizer
+            )
+            optimizer.step()
+        return [held.detach().clone() for held in model.parameters()]
+
+    model = make()
+    optimizer = sgd(model.parameters())
+    for one in given:
+        optimizer.zero_grad()
+        (model(**one) if in_model else loss_of(model(one["input"]), one["y"])).backward()
+        optimizer.step()
+    (found,) = Loopback(1).run(run)
+    for held, expected in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(held, expected, rtol=1e-5, atol=1e-6)
+
+
 def _net():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 5))
