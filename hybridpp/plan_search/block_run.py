@@ -237,8 +237,8 @@ class ReferenceBlock:
     def other_ways(self) -> "Generator[ReferenceBlock, None, None]":
         """The ways to run the block in which a spec must hold, too: each is tried before the next is asked for.
 
-        In training, with other arguments, and with large weights and arguments, so that limits on its numbers are
-        reached, if it gives finite numbers for these. The weights are large until the generator goes on or is closed.
+        In training, with other arguments, and with weights and arguments of many sizes, so that limits on its numbers
+        are reached, if it gives finite numbers for these. The weights are so until the generator goes on or is closed.
         """
         yield from filter(None, (self.in_training, *self.others))
         with self._enlarged() as large:

@@ -1,6 +1,5 @@
 """Run a sharded block on sequence shards, on in-process ranks, and compare it with the reference block."""
 
-from contextlib import closing
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from hybridpp.nn.torch_private import TorchDispatchMode, pytree
 from hybridpp.plan_search.block_run import BlockOutcome, ReferenceBlock, ResultsDiffer, copy_block
 from hybridpp.plan_search.gradient_sketch import close
 from hybridpp.plan_search.trial_errors import failure_reason
-from hybridpp.plan_search.verify import Rejected, partial_gradients, refused_in_run, summed_in_both
+from hybridpp.plan_search.verify import Rejected, in_other_ways, partial_gradients, refused_in_run, summed_in_both
 from hybridpp.sharding_plan.sharding_spec import ShardingSpec
 from hybridpp.tensor_parallel.parameter_sharding import ParameterSharding, sharding_of
 from hybridpp.tensor_parallel.sequence_block import CHECKPOINTING, SequenceBlock, run_sequence_parallel
@@ -26,7 +25,7 @@ def verify_sequence(
     """The replicated parameters whose gradients are sums over ranks, if a block runs on sequence shards.
 
     In training, too, where the block does something else there than in evaluation; with the arguments of other samples;
-    with large numbers; and in the formats of the run.
+    with numbers of many sizes; and in the formats of the run.
 
     Args:
         reference: the block with its outcome.
@@ -35,15 +34,16 @@ def verify_sequence(
         tp_size: number of ranks.
     """
     found = _verify(reference, spec, sequence, tp_size)
-    with closing(reference.other_ways()) as ways:
-        for other in ways:
-            if isinstance(found, Rejected):
-                break
-            otherwise = _verify(other, spec, sequence, tp_size)
-            if isinstance(otherwise, Rejected):
-                return otherwise
-            summed = summed_in_both(reference, other, found, otherwise)
-            found = Rejected() if summed is None else summed
+
+    def otherwise(other: ReferenceBlock, summed: frozenset[str]) -> frozenset[str] | Rejected:
+        again = _verify(other, spec, sequence, tp_size)
+        if isinstance(again, Rejected):
+            return again
+        both = summed_in_both(reference, other, summed, again)
+        return Rejected() if both is None else both
+
+    if not isinstance(found, Rejected):
+        found = in_other_ways(reference, found, otherwise)
     if isinstance(found, Rejected):
         return found
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from hybridpp.plan_search.gradient_sketch import Sketch, close, largest
 from hybridpp.plan_search.trial_errors import failure_reason
 from hybridpp.sharding_plan.sharding_spec import DimShard, ShardingSpec
 from hybridpp.tensor_parallel.shard import shard
+
+_Found = TypeVar("_Found")
 
 
 class Rejected(NamedTuple):
@@ -44,9 +46,9 @@ def verify(reference: ReferenceBlock, spec: ShardingSpec, tp_size: int) -> Shard
     """Whether a spec reproduces the reference block's results and gradients.
 
     In training, too, where the block does something else there than in evaluation; with the arguments of other samples;
-    with large numbers, which reach limits in it; and whether it runs in the formats of the run, whose kernels may
-    refuse a shard. The runtime's own :func:`~hybridpp.tensor_parallel.shard` applies the spec. Collective: none outside
-    of this process.
+    with numbers of many sizes, which reach limits in it; and whether it runs in the formats of the run, whose kernels
+    may refuse a shard. The runtime's own :func:`~hybridpp.tensor_parallel.shard` applies the spec. Collective: none
+    outside of this process.
 
     Args:
         reference: the block with its outcome.
@@ -61,17 +63,35 @@ def verify(reference: ReferenceBlock, spec: ShardingSpec, tp_size: int) -> Shard
     """
     try:
         found = _verify(reference, spec, tp_size)
-        with closing(reference.other_ways()) as ways:
-            for other in ways:
-                if isinstance(found, Rejected):
-                    break
-                found = _verified_otherwise(reference, other, found, tp_size)
+        if not isinstance(found, Rejected):
+            found = in_other_ways(
+                reference, found, lambda other, spec: _verified_otherwise(reference, other, spec, tp_size)
+            )
         if isinstance(found, Rejected):
             return found
         accepted = found
         return refused_in_run(reference, lambda adapter, group: shard(adapter, accepted, group), tp_size) or found
     except Exception as error:  # a wrong candidate may make the block raise anything
         return _rejected(error)
+
+
+def in_other_ways(
+    reference: ReferenceBlock, found: _Found, tried: Callable[[ReferenceBlock, _Found], _Found | Rejected]
+) -> _Found | Rejected:
+    """What was verified of a block, if it holds in all other ways to run it, too.
+
+    Args:
+        reference: the block.
+        found: what was verified in the first way.
+        tried: verifies it in another way, and gives what holds in both.
+    """
+    with closing(reference.other_ways()) as ways:
+        for other in ways:
+            both = tried(other, found)
+            if isinstance(both, Rejected):
+                return both
+            found = both
+    return found
 
 
 def _rejected(error: Exception) -> Rejected:
@@ -103,7 +123,7 @@ def _verify(reference: ReferenceBlock, spec: ShardingSpec, tp_size: int) -> Shar
 def _verified_otherwise(
     reference: ReferenceBlock, other: ReferenceBlock, spec: ShardingSpec, tp_size: int
 ) -> ShardingSpec | Rejected:
-    """A spec that was verified in one way, if it holds in another, too: in training, with other or large numbers."""
+    """A spec that was verified in one way, if it holds in another, too: in training, or with other numbers."""
     ranks = _run(other, spec, tp_size)
     found = _verified(other, spec, ranks) if ranks[0].gradients else None
     if found is None:

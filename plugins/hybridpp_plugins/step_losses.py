@@ -86,11 +86,8 @@ class StepLosses:
             batch = batch.by_samples()  # another replica does not know it
         self._batch, self._microbatches = batch, batch.microbatches
         self._comparison = check.comparison
-        self._report = check.report
-        if criterion.declares_reduction:
-            self._report = functools.partial(_report_of_declared, check.report)
-        elif criterion.is_torchs:
-            self._report = functools.partial(_report_of_torchs, check.report)
+        is_declared = criterion.declares_reduction
+        self._report = functools.partial(_report_of_declared, check.report) if is_declared else check.report
         self._pipeline, self._group = pipeline, group
         if begins:
             check.begin(criterion)
@@ -612,12 +609,6 @@ class StepLosses:
         if why:
             problems.append((LossReduction.COUPLED, why))
         return form
-
-
-def _report_of_torchs(report: Callable[[LossReduction, str], None], reduction: LossReduction, words: str) -> None:
-    """What one of torch's losses is a mean over, and this library does not know, is samples."""
-    if reduction is not LossReduction.UNCOUNTED:
-        report(reduction, words)
 
 
 def _report_of_declared(report: Callable[[LossReduction, str], None], reduction: LossReduction, words: str) -> None:
