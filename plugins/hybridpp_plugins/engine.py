@@ -200,6 +200,8 @@ class Engine(EngineParts):
             if losses is None:
                 batch, losses = self._counted(batch, called, training)
             task = self._task(batch, infos, called, losses, options.return_outputs)
+            if training and self._is_tried_again:
+                self._look_for_kept_state()
             if training and self.kept_state is not None:
                 self.kept_state.begin(self._counts(infos))
             if self.ways_check is not None:

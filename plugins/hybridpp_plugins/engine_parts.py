@@ -124,8 +124,7 @@ class EngineParts:
         keeps_buffers = self.optimizer is not None and (sent is None or not sent.has_buffers)
         self.first_step: FirstStepChecks | None = FirstStepChecks(self.model, self.layout, self.pipeline, keeps_buffers)
         self.kept_state: KeptStateCheck | None = None
-        if self.optimizer is not None:
-            self.kept_state = KeptStateCheck(self.staged, self.layout)
+        self._told_of: set[str] = set()
         pipelines, placement, name = self.layout.pipelines, self.planner.placement, type(self.model).__name__
         check, control = self.criterion_check, self.layout.control
         problems = StepProblems(self.staged, pipelines, self.optimizer, check, self.diagnosis.diagnose, control)
@@ -133,7 +132,8 @@ class EngineParts:
             name, self.layout, placement, self.optimizer, self.criterion_check, problems.handle, self.device
         )
         self.epilogue.modes = SharedModes(self.model, self.staged.owners, placement)
-        self.epilogue.kept_state = self.kept_state
+        if self.optimizer is not None:
+            self._look_for_kept_state()
         world = self.layout.world
         self._stop = world.stop
         self._reader = BatchReader(self.layout.control, pipelines, self.pipeline, name, self._stop, world.progress)
@@ -228,6 +228,10 @@ class EngineParts:
             yield
         if training:
             self.first_step = None
+
+    def _look_for_kept_state(self) -> None:
+        """From the next training step on, look at what the forward keeps, until two calls have shown it."""
+        self.kept_state = self.epilogue.kept_state = KeptStateCheck(self.staged, self.layout, self._told_of)
 
     def _end_checks(self) -> None:
         """After a training step: end what looks at the first ones only."""

@@ -17,18 +17,20 @@ class KeptStateCheck:
     """Looks, in the first training step with several micro-batches, at what the forward keeps from call to call.
 
     State of samples, with an entry for each of a micro-batch's, is refused there; of other state, a warning tells. With
-    one micro-batch on each of several replicas, the first two steps show what each replica keeps for itself.
+    one micro-batch on each of several replicas, the first two steps show what each replica keeps for itself. A forward
+    may begin to keep something later, so another one looks again from time to time.
 
     Args:
         staged: the model's stages on this rank.
         layout: the ranks.
+        told: the names of which a warning has told; more are added.
 
     Attributes:
         is_active: whether the step that runs is watched; the same on all ranks.
     """
 
-    def __init__(self, staged: StagedModel, layout: Layout):
-        self._staged, self._layout = staged, layout
+    def __init__(self, staged: StagedModel, layout: Layout, told: set[str]):
+        self._staged, self._layout, self._told = staged, layout, told
         # The other replicas and the tensor-parallel ranks run the same code.
         self._is_watcher = not (layout.here.dp or layout.here.tp)
         self._alone: KeptState | None = KeptState(staged.model) if layout.dp.size > 1 else None
@@ -53,7 +55,7 @@ class KeptStateCheck:
             yield
         finally:
             self._staged.around_stage = None
-        self._found, state.found = list(dict.fromkeys(state.found)), []
+        self._found, state.found = [one for one in dict.fromkeys(state.found) if one.name not in self._told], []
         if self._most == 1:
             # Replicas take the first one's buffers and frozen parameters, of which another warning tells.
             self._found = [one for one in self._found if not one.is_shared]
@@ -89,6 +91,7 @@ class KeptStateCheck:
         self._found = []
         # Stages find the same of the code around their blocks, which all of them run.
         found = {name: marks for row in gather_objects(self._layout.control, _END, rows) for name, *marks in row}
+        self._told.update(found)
         once = [name for name, (_, is_set_once) in found.items() if is_set_once]
         kept = [name for name, (_, is_set_once) in found.items() if not is_set_once]
         num_replicas = self._layout.dp.size

@@ -1,5 +1,7 @@
 """State that a forward keeps for its next call is refused or named where a layout would change results."""
 
+import logging
+
 import pytest
 import torch
 from support import boosted, replica_part, sgd
@@ -38,6 +40,24 @@ class Centred(nn.Module):
         return self.linear(x - self.mean * min(1.0, self.calls / 10)).tanh()
 
 
+class RecurrentLater(Recurrent):
+    """The same, from when the script says so."""
+
+    begins = False
+
+    def forward(self, x):
+        return super().forward(x) if self.begins else x + self.cell(x)
+
+
+class CentredLater(Centred):
+    """The same, from when the script says so."""
+
+    begins = False
+
+    def forward(self, x):
+        return super().forward(x) if self.begins else self.linear(x).tanh()
+
+
 def squares(outputs, inputs):
     return F.mse_loss(outputs, inputs.flip(1))
 
@@ -47,9 +67,12 @@ def train(make, num_steps=3, dp_size=1, **settings):
     torch.manual_seed(0)
     size = 4 * settings.get("num_microbatches", 1) * dp_size
     batches = torch.randn(num_steps, size, WIDTH, generator=torch.Generator().manual_seed(0))
-    booster, model, optimizer = boosted(nn.Sequential(make(), make()), sgd, batches[0], **settings)
+    blocks = [make(), make()]
+    booster, model, optimizer = boosted(nn.Sequential(*blocks), sgd, batches[0], **settings)
     here = booster.plugin.layout.here.dp
-    for batch in batches:
+    for number, batch in enumerate(batches):
+        for block in blocks:
+            block.begins = number >= 4
         booster.execute_pipeline(iter([replica_part(batch, here, dp_size)]), model, squares, optimizer)
         optimizer.step()
 
@@ -82,3 +105,19 @@ def test_one_micro_batch_on_one_rank_keeps_what_it_wants(caplog):
     train(Recurrent)
     train(Centred)
     assert not caplog.records
+
+
+@pytest.mark.parametrize("pp_size", [1, 2])
+def test_state_that_begins_later_is_looked_for_again(pp_size, caplog):
+    with pytest.raises(ConfigError, match=r"keeps [01]\.h, of shape \[4, 6\], for its next call"):
+        Loopback(pp_size).run(lambda: train(RecurrentLater, 8, pp_size=pp_size, num_microbatches=2))
+    caplog.clear()
+    Loopback(pp_size).run(lambda: train(CentredLater, 32, pp_size=pp_size, num_microbatches=2))
+    (warning,) = [text for text in map(logging.LogRecord.getMessage, caplog.records) if "its last call" in text]
+    assert all(name in warning for name in ("0.mean", "0.calls", "1.mean", "1.calls"))
+
+
+def test_what_replicas_begin_to_keep_later_is_named_once(caplog):
+    Loopback(2).run(lambda: train(RecurrentLater, 32, dp_size=2))
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "has left in 0.h, 1.h, and each of the 2 replicas keeps its own" in warning
