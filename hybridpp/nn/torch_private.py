@@ -11,7 +11,7 @@ Names are either torch's own, without the underscore, or functions that read one
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from datetime import timedelta
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -139,6 +139,7 @@ __all__ = [
     "remake_flat_weights",
     "saved_tensor_hooks",
     "schema_of",
+    "step_post_hooks_of",
     "step_pre_hooks_of",
     "storage_id",
     "takes_kwargs",
@@ -220,8 +221,11 @@ def drop_accumulated_hooks(tensor: Tensor) -> None:
 
 
 # An optimizer.
-step_pre_hooks_of: Callable[[torch.optim.Optimizer], Mapping[int, Callable[..., Any]]] = attrgetter(
+step_pre_hooks_of: Callable[[torch.optim.Optimizer], MutableMapping[int, Callable[..., Any]]] = attrgetter(
     "_optimizer_step_pre_hooks"
+)
+step_post_hooks_of: Callable[[torch.optim.Optimizer], MutableMapping[int, Callable[..., Any]]] = attrgetter(
+    "_optimizer_step_post_hooks"
 )
 
 is_view: Callable[[Tensor], bool] = Tensor._is_view

@@ -4,7 +4,16 @@ from hybridpp.optim.fused import can_divide, divided_in_kernel, fuse_by_default
 from hybridpp.optim.gradient_norm import GlobalGradNorm, gradient_norms, total_norm
 from hybridpp.optim.hybrid_adam import HybridAdam
 from hybridpp.optim.joined import JoinedOptimizer, optimizer_name, single_optimizers
-from hybridpp.optim.locality import FLAT, Cut, Locality, LocalityUnknown, attributes_of, find_localities
+from hybridpp.optim.locality import (
+    FLAT,
+    Cut,
+    Locality,
+    LocalityUnknown,
+    OperationsWatch,
+    attributes_of,
+    compiles_update,
+    find_localities,
+)
 from hybridpp.optim.lr_schedulers import (
     ConstantWarmupLR,
     CosineAnnealingWarmupLR,
@@ -49,6 +58,7 @@ __all__ = [
     "MultiStepWarmupLR",
     "MultiplicativeLR",
     "OneCycleLR",
+    "OperationsWatch",
     "PolynomialLR",
     "PolynomialWarmupLR",
     "StepLR",
@@ -56,6 +66,7 @@ __all__ = [
     "adam_update_bytes",
     "attributes_of",
     "can_divide",
+    "compiles_update",
     "divided_in_kernel",
     "find_localities",
     "fuse_by_default",

@@ -25,6 +25,8 @@ _NUM_STEPS = 3
 # A rule may change behind a warm-up. Without values these steps cost milliseconds; with values they are taken only if
 # it does.
 _MANY_STEPS = 24
+# A limit on all parameters' gradients is crossed by some of them and not by others, wherever it is.
+_LEAST_EXPONENT, _MOST_EXPONENT = -6.0, 3.0
 # Large relative to the weights, so that rounding hides no difference between updates.
 _LEARNING_RATE = 0.05
 # Up to so many elements, a parameter is tried in its own shape; a larger one in a smaller shape, at first.
@@ -204,11 +206,16 @@ def find_localities(optimizer: Optimizer, cuts: Sequence[Sequence[Cut]], device:
 
 def _eagerly(optimizer: Optimizer) -> AbstractContextManager[None]:
     """A context in which an optimizer that compiles its update does not."""
+    return force_eager() if may_hold_compiled_code() or compiles_update(optimizer) else nullcontext()
+
+
+def compiles_update(optimizer: Optimizer) -> bool:
+    """Whether a class of an optimizer compiles something."""
     functions = [member for cls in type(optimizer).__mro__ for member in vars(cls).values() if callable(member)]
     names = {
         name for one in functions if (code := getattr(inspect.unwrap(one), "__code__", None)) for name in code.co_names
     }
-    return force_eager() if may_hold_compiled_code() or "compile" in names else nullcontext()
+    return "compile" in names
 
 
 def _versions(optimizer: Optimizer) -> list[int]:
@@ -258,6 +265,13 @@ class _Tensors:
     def repeated(self, num_steps: int) -> "_Tensors":
         """With gradients for more steps: the last one again and again."""
         return replace(self, gradients=(*self.gradients, *self.gradients[-1:] * (num_steps - len(self.gradients))))
+
+    def unlike(self, num_steps: int, generator: torch.Generator) -> "_Tensors":
+        """With gradients of another magnitude in each step."""
+        span = _MOST_EXPONENT - _LEAST_EXPONENT
+        exponents = (torch.rand(num_steps, generator=generator) * span + _LEAST_EXPONENT).tolist()
+        first, *_ = self.gradients
+        return replace(self, gradients=tuple(first * 10**exponent for exponent in exponents))
 
     def parts(self, cut: Cut) -> "list[_Tensors]":
         """Its parts."""
@@ -325,18 +339,23 @@ class _Trial:
         return _StandIn(complete.repeated(self._num_steps), cut)
 
     def _changes_later(self, one: _StandIn) -> bool:
-        """Whether the optimizer mixes elements in later steps only, as far as it runs without values."""
+        """Whether the optimizer mixes elements in later steps only."""
         if type(self._optimizer).__module__.partition(".")[0] in ("torch", "hybridpp"):
             return False
-        found = {}
-        for num_steps in (_MANY_STEPS, _NUM_STEPS):
-            with suppress(Exception), _Operations() as operations, _ScalarsOnHost():
-                real, group_index = one.complete.real, one.complete.group_index
+        real, group_index = one.complete.real, one.complete.group_index
+        small = self._random(real, group_index, Cut(one.cut.shape).smaller(256, 8)).complete
+
+        def mixes(num_steps: int) -> bool:
+            operations = OperationsWatch()
+            with suppress(Exception), operations, _ScalarsOnHost():
                 self._stepped([_Tensors.without_values(real, group_index, one.cut.shape, num_steps)])
-                found[num_steps] = operations.mixes
-            if not found.get(_MANY_STEPS):
-                return False
-        return found.get(_NUM_STEPS) is False
+                return operations.mixes
+            # It reads numbers, which are there in a small parameter only.
+            with suppress(Exception), operations:
+                self._stepped([small.repeated(num_steps)])
+            return operations.mixes
+
+        return mixes(_MANY_STEPS) and not mixes(_NUM_STEPS)
 
     def run(self) -> list[list[Locality]]:
         """The locality of each parameter of each group."""
@@ -344,20 +363,24 @@ class _Trial:
         if any(self._changes_later(one) for one in self._standins):
             self._num_steps = _MANY_STEPS
             self._standins = [replace(one, complete=one.complete.repeated(_MANY_STEPS)) for one in self._standins]
+        mixing: list[int] = []
         if self._standins:
             together = self._stepped([one.complete for one in self._standins])
             if not all(bool(updated.weights.isfinite().all()) for updated in together):
                 raise LocalityUnknown("it produces inf or NaN")
             for number, one in enumerate(self._standins):
-                with _Operations() as operations:
+                with OperationsWatch() as operations:
                     (alone,) = self._stepped([one.complete])
                 # Even if nothing came of it here: AdamP projects gradients that are at right angles to the weights.
                 if operations.mixes:
                     found[number] = Locality.PARAMETERS
+                    mixing.append(number)
                 with_others = together[number]
                 # What it notes about all parameters may act later only (a step size that is still found).
                 if not torch.equal(alone.weights, with_others.weights) or alone.settings != with_others.settings:
                     found[number] = Locality.EVERYTHING
+            if mixing and Locality.EVERYTHING not in found and self._have_limit([self._standins[n] for n in mixing]):
+                found = [Locality.EVERYTHING] * len(found)
             # Of others the answer is known, and parts may cost much: Kron and Shampoo square their lengths.
             asked = [number for number, locality in enumerate(found) if locality is Locality.ELEMENTS]
             for number, of_parts in zip(asked, self._of_parts([self._standins[n] for n in asked]), strict=True):
@@ -369,6 +392,31 @@ class _Trial:
             is_alike = found[number] or self._treats_alike(self._standins[number], cut)
             of_cuts[number, cut] = found[number] if is_alike else Locality.PARAMETERS
         return [[of_cuts[item] for item in of_group] for of_group in self._of_parameters]
+
+    def _have_limit(self, standins: Sequence[_StandIn]) -> bool:
+        """Whether the update of one parameter ends at a limit on others, as one that leaves out a step by all norms.
+
+        Gradients of all that are tried grow alike, so that all or none are beyond a limit. Here each has a magnitude of
+        its own in each step, long enough for a mean of steps.
+
+        Args:
+            standins: of parameters of which the optimizer reads several elements together.
+        """
+        kinds = {(one.complete.group_index, len(one.cut.shape)): one for one in standins}
+        pairs: list[_Tensors] = []
+        for one in kinds.values():
+            small = Cut(one.cut.shape).smaller(256, 8)
+            for _ in range(2):
+                complete = self._random(one.complete.real, one.complete.group_index, small).complete
+                pairs.append(complete.unlike(_MANY_STEPS, self._generator))
+        together = self._stepped(pairs)
+        for given, with_others in zip(pairs, together, strict=True):
+            (alone,) = self._stepped([given])
+            if not torch.equal(alone.weights.nan_to_num(), with_others.weights.nan_to_num()):
+                return True
+            if alone.settings != with_others.settings:
+                return True
+        return False
 
     def _of_parts(self, standins: Sequence[_StandIn]) -> list[list[Tensor] | None]:
         """The weights of each stand-in's parts after some steps; None where the optimizer refuses them."""
@@ -408,7 +456,7 @@ class _Trial:
         real, group_index = one.complete.real, one.complete.group_index
         key = group_index, _dtype(real), tuple(shape), _signature(attributes_of(real))
         if key not in self._recorded:
-            with _Operations() as operations, _ScalarsOnHost():
+            with OperationsWatch() as operations, _ScalarsOnHost():
                 self._stepped([_Tensors.without_values(real, group_index, shape, self._num_steps)])
             self._recorded[key] = operations.found
         return self._recorded[key]
@@ -478,7 +526,7 @@ def _same(cut: Cut, parts: Sequence[Tensor] | None, uncut: Tensor) -> bool:
     return bool((joined - uncut).abs().max() <= 1e-6 * uncut.abs().max())
 
 
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
+class OperationsWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
     """Records the operations that run, with numbers of dimensions and dtypes of what they are given.
 
     Attributes:
@@ -489,7 +537,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch
         self.found: list[Any] = []
-        self.mixes = False
+        self.mixes: bool = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = list(_tensors(args, kwargs))

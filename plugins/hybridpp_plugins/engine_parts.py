@@ -124,7 +124,7 @@ class EngineParts:
         keeps_buffers = self.optimizer is not None and (sent is None or not sent.has_buffers)
         self.first_step: FirstStepChecks | None = FirstStepChecks(self.model, self.layout, self.pipeline, keeps_buffers)
         self.kept_state: KeptStateCheck | None = None
-        self._told_of: set[str] = set()
+        self._reported_state: set[str] = set()
         pipelines, placement, name = self.layout.pipelines, self.planner.placement, type(self.model).__name__
         check, control = self.criterion_check, self.layout.control
         problems = StepProblems(self.staged, pipelines, self.optimizer, check, self.diagnosis.diagnose, control)
@@ -231,7 +231,7 @@ class EngineParts:
 
     def _look_for_kept_state(self) -> None:
         """From the next training step on, look at what the forward keeps, until two calls have shown it."""
-        self.kept_state = self.epilogue.kept_state = KeptStateCheck(self.staged, self.layout, self._told_of)
+        self.kept_state = self.epilogue.kept_state = KeptStateCheck(self.staged, self.layout, self._reported_state)
 
     def _end_checks(self) -> None:
         """After a training step: end what looks at the first ones only."""

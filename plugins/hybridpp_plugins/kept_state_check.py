@@ -23,14 +23,14 @@ class KeptStateCheck:
     Args:
         staged: the model's stages on this rank.
         layout: the ranks.
-        told: the names of which a warning has told; more are added.
+        reported: the names of which a warning has told; more are added.
 
     Attributes:
         is_active: whether the step that runs is watched; the same on all ranks.
     """
 
-    def __init__(self, staged: StagedModel, layout: Layout, told: set[str]):
-        self._staged, self._layout, self._told = staged, layout, told
+    def __init__(self, staged: StagedModel, layout: Layout, reported: set[str]):
+        self._staged, self._layout, self._reported = staged, layout, reported
         # The other replicas and the tensor-parallel ranks run the same code.
         self._is_watcher = not (layout.here.dp or layout.here.tp)
         self._alone: KeptState | None = KeptState(staged.model) if layout.dp.size > 1 else None
@@ -55,7 +55,7 @@ class KeptStateCheck:
             yield
         finally:
             self._staged.around_stage = None
-        self._found, state.found = [one for one in dict.fromkeys(state.found) if one.name not in self._told], []
+        self._found, state.found = [one for one in dict.fromkeys(state.found) if one.name not in self._reported], []
         if self._most == 1:
             # Replicas take the first one's buffers and frozen parameters, of which another warning tells.
             self._found = [one for one in self._found if not one.is_shared]
@@ -91,7 +91,7 @@ class KeptStateCheck:
         self._found = []
         # Stages find the same of the code around their blocks, which all of them run.
         found = {name: marks for row in gather_objects(self._layout.control, _END, rows) for name, *marks in row}
-        self._told.update(found)
+        self._reported.update(found)
         once = [name for name, (_, is_set_once) in found.items() if is_set_once]
         kept = [name for name, (_, is_set_once) in found.items() if not is_set_once]
         num_replicas = self._layout.dp.size

@@ -1,6 +1,8 @@
 """Refuse optimizers whose updates depend on more than a rank holds, so that the layout never changes the result."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +13,15 @@ from hybridpp.cluster import get_dist_logger
 from hybridpp.config import Precision, ZeroConfig
 from hybridpp.errors import ConfigError
 from hybridpp.nn.structure import Structure
+from hybridpp.nn.torch_private import step_post_hooks_of, step_pre_hooks_of
 from hybridpp.optim import (
     FLAT,
     Cut,
     Locality,
     LocalityUnknown,
+    OperationsWatch,
     attributes_of,
+    compiles_update,
     find_localities,
     optimizer_name,
     single_optimizers,
@@ -26,11 +31,15 @@ from hybridpp_plugins.layout import Layout
 
 # Attributes of an optimizer that its copies in a trial lack, or have of their own.
 _NOT_TRIED = ("param_groups", "state", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+# Behind the steps that a trial takes.
+_FIRST_LATER = 32
 _LOCAL = "an elementwise optimizer (AdamW, HybridAdam, SGD)"
 
 
-def check_locality(optimizer: Optimizer, names: dict[int, str], layout: Layout, device: torch.device) -> None:
+def check_locality(optimizer: Optimizer, names: dict[int, str], layout: Layout, device: torch.device) -> bool:
     """Refuse an optimizer whose updates would depend on the layout. Call it after sharding, before the model is cut.
+
+    Returns whether the update of each element depends on that element only; False if it was not tried.
 
     Args:
         optimizer: the user's.
@@ -43,7 +52,8 @@ def check_locality(optimizer: Optimizer, names: dict[int, str], layout: Layout, 
     """
     groups = [group["params"] for group in optimizer.param_groups]
     if layout.grid.pp_size == 1 and not any(sharding_of(parameter) for group in groups for parameter in group):
-        return
+        return False
+    is_elementwise = True
     sizes = f"tp_size={layout.grid.tp_size}, pp_size={layout.grid.pp_size}"
     for one in single_optimizers(optimizer):
         name = optimizer_name(one)
@@ -55,6 +65,7 @@ def check_locality(optimizer: Optimizer, names: dict[int, str], layout: Layout, 
                 "Compare the losses of some steps with those of tp_size=1, pp_size=1.",
                 ranks=[0],
             )
+            is_elementwise = False
             continue
         if Locality.EVERYTHING in found.values():
             raise ConfigError(
@@ -62,6 +73,7 @@ def check_locality(optimizer: Optimizer, names: dict[int, str], layout: Layout, 
                 f"{sizes}. Use tp_size=1, pp_size=1, or {_LOCAL}."
             )
         unsharded = [parameter for parameter, kind in found.items() if kind is Locality.PARAMETERS]
+        is_elementwise = is_elementwise and not unsharded
         refused = [names[id(parameter)] for parameter in unsharded if sharding_of(parameter)]
         if refused:
             more = f" and of {len(refused) - 1} more" if len(refused) > 1 else ""
@@ -69,6 +81,7 @@ def check_locality(optimizer: Optimizer, names: dict[int, str], layout: Layout, 
                 f"{name}'s update of an element depends on the unsharded parameter, and a rank holds only a shard of "
                 f"{refused[0]!r}{more}: got {sizes}. Use tp_size=1, with a larger pp_size if needed, or {_LOCAL}."
             )
+    return is_elementwise
 
 
 def refuse_own_tensors(
@@ -204,6 +217,79 @@ def indivisible_parameters(
             )
         indivisible += [parameter for parameter, kind in found.items() if kind is not Locality.ELEMENTS]
     return frozenset(names[id(parameter)] for parameter in indivisible)
+
+
+class StepWatch:
+    """Watches what hooks of an optimizer's step, and its rule in later steps, compute of a rank's part of a model.
+
+    Args:
+        optimizer: that the plugin updates the parts with.
+        layout: the ranks.
+        zero_stage: what replicas divide among themselves.
+        is_elementwise: whether each element's update depended on that element only, when it was tried.
+    """
+
+    def __init__(self, optimizer: Optimizer, layout: Layout, zero_stage: int, is_elementwise: bool):
+        sizes = {"tp_size": layout.grid.tp_size, "pp_size": layout.grid.pp_size}
+        parting = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+        parting += [f"zero_stage={zero_stage}"] if zero_stage else []
+        self._parting = ", ".join(parting)
+        self._optimizer, self._is_elementwise = optimizer, is_elementwise
+        self._reported: set[str] = set()
+
+    @contextmanager
+    def around(self, number: int) -> Iterator[None]:
+        """A context for a step of the optimizer, the ``number``-th one since boost."""
+        is_rule_watched = number >= _FIRST_LATER and self._is_elementwise and not compiles_update(self._optimizer)
+        with ExitStack() as stack:
+            rule = stack.enter_context(OperationsWatch()) if is_rule_watched else None
+            stack.enter_context(self._watched_hooks(rule))
+            yield
+        if rule is not None and rule.mixes:
+            name = optimizer_name(self._optimizer)
+            self._tell(f"{name}.step", f"did not before step {number}", f"Use {_LOCAL}.")
+
+    @contextmanager
+    def _watched_hooks(self, rule: OperationsWatch | None) -> Iterator[None]:
+        """Inside, hooks of the step are watched; what they do is not the rule's."""
+        replaced: list[tuple[MutableMapping[int, Any], int, Any]] = []
+        for one in {id(one): one for one in (self._optimizer, *single_optimizers(self._optimizer))}.values():
+            for hooks in (step_pre_hooks_of(one), step_post_hooks_of(one)):
+                for key, hook in hooks.items():
+                    replaced.append((hooks, key, hook))
+                    hooks[key] = partial(self._run_hook, hook, rule)
+        try:
+            yield
+        finally:
+            for hooks, key, hook in replaced:
+                if key in hooks:  # a hook may remove itself
+                    hooks[key] = hook
+
+    def _run_hook(self, hook: Callable[..., Any], rule: OperationsWatch | None, *given: Any) -> Any:
+        mixed_before = rule is not None and rule.mixes
+        with OperationsWatch() as operations:
+            result = hook(*given)
+        if rule is not None:
+            rule.mixes = mixed_before
+        if operations.mixes:
+            name = getattr(hook, "__qualname__", type(hook).__qualname__)
+            self._tell(
+                f"{name}, a hook of {optimizer_name(self._optimizer)}'s step,",
+                "sees what this rank updates",
+                "Decide by optimizer.get_grad_norm() in the script, before the step, or set max_norm of the plugin.",
+            )
+        return result
+
+    def _tell(self, what: str, why: str, instead: str) -> None:
+        if what in self._reported:
+            return
+        self._reported.add(what)
+        get_dist_logger().warning(
+            f"{what} takes several elements together (a norm, a sum, the largest one), and {why}. With {self._parting} "
+            "that is a part of the model: what it makes of all parameters, or of one that ranks have parts of, depends "
+            f"on the layout, and is not the same on all ranks. {instead}",
+            ranks=[0],
+        )
 
 
 def _shards(parameter: Tensor) -> Cut:

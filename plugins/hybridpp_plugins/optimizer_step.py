@@ -23,6 +23,7 @@ from hybridpp_plugins.interruption import Interruption
 from hybridpp_plugins.manual_clipping import ManualClippingDetector, ManualScaling
 from hybridpp_plugins.manual_forward import ManualCallRecorder
 from hybridpp_plugins.nonfinite_steps import NonFiniteSteps
+from hybridpp_plugins.optimizer_locality import StepWatch
 from hybridpp_plugins.optimizer_state import OptimizerStateOwner
 from hybridpp_plugins.replica_buffers import ReplicaBuffers
 from hybridpp_plugins.set_alike import Facts, differences, group_facts, listed
@@ -723,6 +724,7 @@ class SteppingOptimizer(WrappedOptimizer):
         rank_progress: told in which call this rank is.
         while_updating: a context to run :meth:`step` in.
         on_plain_weights: a context for what the library does with weights, see :class:`ScriptReads`.
+        step_watch: watches what hooks of its step compute; None: this rank has the complete model.
         interruption: notes an error that ends its communication in the middle.
         cleared_digest: of the names whose gradients the script had set to None at the last step; 0: there were none.
         held_before: parameters of this rank that had gradients when the model was boosted, by name.
@@ -759,6 +761,8 @@ class SteppingOptimizer(WrappedOptimizer):
         self.while_updating: Callable[[], AbstractContextManager[None]] = nullcontext
         self.on_plain_weights: Callable[[], AbstractContextManager[None]] = nullcontext
         self.interruption = Interruption()
+        self.step_watch: StepWatch | None = None
+        self._num_updates = 0  # since boost
 
     @property
     def state(self) -> Any:  # type: ignore[override]  # an attribute in torch's class
@@ -928,11 +932,20 @@ class SteppingOptimizer(WrappedOptimizer):
             self.accumulated.used(factor, self._optimizer, self.target),
         ):
             self.target.fetch()
-            self._optimizer.step()
+            self._num_updates += 1
+            with self._watched():
+                self._optimizer.step()
         self.target.push()
         self._reducer.consume()
         self.applied_steps += 1
         self.calls.note(_STEP)
+
+    def _watched(self) -> AbstractContextManager[None]:
+        """A context for the optimizer's step, in which steps 1, 4, 8, 16 and so on are watched."""
+        number = self._num_updates
+        if self.step_watch is None or number & (number - 1) or number == 2:
+            return nullcontext()
+        return self.step_watch.around(number)
 
     def _count_applied(self) -> None:
         """Update the loss scale after a step with finite gradients."""

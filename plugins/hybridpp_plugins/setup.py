@@ -15,6 +15,7 @@ from hybridpp.cluster import get_dist_logger
 from hybridpp.config import Precision
 from hybridpp.data_parallel import GradientBuckets, RunningStatistics
 from hybridpp.module_adapter import ModuleAdapter
+from hybridpp.nn import walk
 from hybridpp.nn.fp32_products import adds_products
 from hybridpp.partition import StagedModel, compile_blocks, compiled_parts
 from hybridpp.pipeline import DeviceMarks, Executor, Transport, compile_keywords, makes_cuda_graphs
@@ -40,7 +41,12 @@ from hybridpp_plugins.model_states import ModelStates
 from hybridpp_plugins.model_zero_grad import let_model_clear
 from hybridpp_plugins.nonfinite_report import NonFiniteDiagnosis
 from hybridpp_plugins.optimizer import HybridOptimizer
-from hybridpp_plugins.optimizer_locality import check_locality, indivisible_parameters, refuse_own_tensors
+from hybridpp_plugins.optimizer_locality import (
+    StepWatch,
+    check_locality,
+    indivisible_parameters,
+    refuse_own_tensors,
+)
 from hybridpp_plugins.optimizer_memory import optimizer_memory
 from hybridpp_plugins.optimizer_state import RunProgress
 from hybridpp_plugins.optimizer_step import GroupSettings, ModelModes, SharedModes
@@ -110,6 +116,10 @@ def boost(parts: Boosted, context: BoostContext, index: int, compared: ComparedF
     statistics = RunningStatistics(model, layout.dp)
     if boosted is not None and buckets is not None:
         shared = SharedModes(model, staged.owners, planner.placement)
+        zero_stage = placed.weights.zero.zero_stage
+        if zero_stage or layout.grid.pp_size > 1 or any(map(sharding_of, walk.parameters(model))):
+            is_elementwise = rules is not None and rules.is_elementwise
+            boosted.step_watch = StepWatch(boosted.unwrap(), layout, zero_stage, is_elementwise)
         boosted.group_settings = GroupSettings(boosted.unwrap(), shared, layout.control)
         boosted.manual_losses = ManualLosses(layout.dp, device) if layout.dp.size > 1 else None
         boosted.statistics = statistics
@@ -204,7 +214,7 @@ def _update_rules(
     zero, indivisible = settings.zero.among(layout.dp.size), frozenset[str]()
     is_sharded = any(sharding_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
     refuse_own_tensors(optimizer, layout, zero, settings.precision, is_sharded)
-    check_locality(optimizer, names, layout, context.device)
+    is_elementwise = check_locality(optimizer, names, layout, context.device)
     if settings.zero.zero_stage and not zero.zero_stage:
         get_dist_logger().info(
             f"zero_stage={settings.zero.zero_stage} divides nothing: there is one replica (dp_size=1), or zero_size=1.",
@@ -212,7 +222,8 @@ def _update_rules(
         )
     if zero.zero_stage:
         indivisible = indivisible_parameters(optimizer, names, zero.zero_stage, layout, context.device)
-    return UpdateRules(settings.optimizer, zero, indivisible, applied_tp.summed)
+        is_elementwise = not indivisible
+    return UpdateRules(settings.optimizer, zero, indivisible, applied_tp.summed, is_elementwise)
 
 
 def _wrap_optimizer(

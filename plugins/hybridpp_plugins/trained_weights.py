@@ -42,12 +42,14 @@ class UpdateRules(NamedTuple):
         zero: what replicas divide among themselves; nothing, if there is one.
         indivisible: parameters, by name, that one replica must update whole.
         summed: parameters, by name, whose gradients are summed over the tensor-parallel ranks.
+        is_elementwise: whether it was found that the update of each element depends on that element only.
     """
 
     config: OptimizerConfig
     zero: ZeroConfig
     indivisible: Collection[str]
     summed: Collection[str]
+    is_elementwise: bool
 
 
 class TrainedWeights(NamedTuple):

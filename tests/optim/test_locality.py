@@ -366,6 +366,55 @@ class Later(WithTrustRatio):
             parameter.sub_(parameter.grad, alpha=0.1)
 
 
+class Limited(optim.SGD):
+    """Leaves out a step by a limit on gradients: of each parameter, or of all of them."""
+
+    def __init__(self, params, is_beyond, of_all):
+        super().__init__(params, lr=0.1)
+        self.is_beyond, self.of_all, self.past = is_beyond, of_all, []
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        held = [p for group in self.param_groups for p in group["params"]]
+        if self.of_all:
+            if not self.is_beyond([p.grad for p in held], self.past):
+                super().step()
+            return
+        for parameter in held:
+            if not self.is_beyond([parameter.grad], self.state[parameter].setdefault("past", [])):
+                parameter.sub_(parameter.grad, alpha=0.1)
+
+
+def has_large_entry(gradients, past):
+    return max(gradient.abs().max().item() for gradient in gradients) > 0.15
+
+
+def is_longer_than_usual(gradients, past):
+    past.append(torch.stack([gradient.norm() for gradient in gradients]).norm().item())
+    return past[-1] > 2 * sum(past) / len(past)
+
+
+def has_huge_norm(gradients, past):
+    return bool(nn.utils.get_total_norm(gradients) > 100)
+
+
+def is_long_behind_warm_up(gradients, past):
+    past.append(0)
+    return len(past) > 10 and has_large_entry(gradients, past)
+
+
+LIMITS = [has_large_entry, is_longer_than_usual, has_huge_norm, is_long_behind_warm_up]
+
+
+@pytest.mark.parametrize("of_all", [False, True])
+@pytest.mark.parametrize("is_beyond", LIMITS, ids=lambda limit: limit.__name__)
+def test_a_limit_on_all_gradients_is_found(is_beyond, of_all):
+    expected = Locality.EVERYTHING if of_all else Locality.PARAMETERS
+    one_kind = [nn.Parameter(torch.randn(5, 3)) for _ in range(2)]
+    for given in (matrices(), one_kind, parameters()):
+        assert found(Limited(given, is_beyond, of_all)) == [expected]
+
+
 @pytest.mark.parametrize("of_all", [False, True])
 def test_a_rule_that_changes_behind_a_warm_up_is_found(of_all):
     expected = Locality.EVERYTHING if of_all else Locality.PARAMETERS

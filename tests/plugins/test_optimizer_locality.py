@@ -256,11 +256,13 @@ class ByParameter(optim.SGD):
                     parameter.sub_(momentum.mul_(0.9).add_(parameter.grad, alpha=0.1))
 
 
-def steps_with(make, num_ranks, **settings):
+def steps_with(make, num_ranks, num_steps=2, hook=None, **settings):
     def run():
         batch = {"input": torch.ones(4, 16), "target": torch.zeros(4, 8)}
         booster, model, optimizer = boosted(mlp(), make, {"input": batch["input"]}, **settings)
-        for _ in range(2):
+        if hook is not None:
+            optimizer.register_step_pre_hook(hook)
+        for _ in range(num_steps):
             booster.execute_pipeline(iter([batch]), model, nn.MSELoss(), optimizer)
             optimizer.step()
         with booster.unsharded(model):
@@ -404,3 +406,75 @@ def test_tensors_that_belong_to_parameters_are_refused_anywhere(settings, is_set
     text = f"SGD keeps 8 tensors with shapes of the model's parameters in {holder}, but with {name}={value} a rank"
     with pytest.raises(ConfigError, match=re.escape(text)):
         steps_with(make, 2, **settings)
+
+
+def clips_all(optimizer, *_):
+    held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    torch.nn.utils.clip_grads_with_norm_(held, 1.0, norm([p.grad for p in held]))
+
+
+def norm(gradients):
+    return torch.nn.utils.get_total_norm(gradients)
+
+
+def halves_all(optimizer, *_):
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
+class NormedFrom40(optim.SGD):
+    """From step 40 on, leaves out a step by the norm of all gradients."""
+
+    num_steps = 0
+
+    def step(self, closure=None):
+        self.num_steps += 1
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if self.num_steps < 40 or norm(gradients) < 1e6:
+            super().step()
+
+
+def of_parts(caplog):
+    return [text for record in caplog.records if "takes several elements together" in (text := record.getMessage())]
+
+
+PARTS = [{"zero_stage": 1}, {"zero_stage": 3}, {"pp_size": 2}]
+
+
+@pytest.mark.parametrize("settings", PARTS, ids=str)
+def test_hooks_that_take_gradients_of_a_part_together_are_named_once(settings, caplog):
+    sgd = functools.partial(optim.SGD, lr=0.1)
+    steps_with(sgd, 2, 4, hook=clips_all, **settings)
+    (text,) = of_parts(caplog)
+    assert "clips_all, a hook of SGD's step, takes several elements together" in text
+    assert "={}".format(*settings.values()) in text
+    caplog.clear()
+    half = steps_with(sgd, 2, hook=halves_all, **settings)[0]
+    assert_near(half, {name: steps_with(sgd, 1, hook=halves_all)[0][name] for name in half})
+    steps_with(sgd, 2, hook=clips_all)
+    assert not of_parts(caplog)
+
+
+@pytest.mark.parametrize("settings", PARTS, ids=str)
+def test_a_rule_that_begins_behind_the_trial_is_named(settings, caplog):
+    steps_with(functools.partial(NormedFrom40, lr=0.01), 2, 64, **settings)
+    (text,) = of_parts(caplog)
+    assert "NormedFrom40.step takes several elements together" in text
+    assert "did not before step 64" in text
+    caplog.clear()
+    steps_with(functools.partial(NormedFrom40, lr=0.01), 2, 64)
+    assert not of_parts(caplog)
+
+
+def test_steps_by_a_limit_on_all_gradients_are_refused_by_name():
+    class Limited(optim.SGD):
+        def step(self, closure=None):
+            gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+            if max(gradient.abs().max().item() for gradient in gradients) < 0.15:
+                super().step()
+
+    for settings in PARTS:
+        with pytest.raises(ConfigError, match="Limited's update of a parameter depends on other parameters"):
+            steps_with(functools.partial(Limited, lr=0.01), 2, **settings)
