@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from hybridpp.nn.deferred_tensor import MadeWhenRead
 from hybridpp.nn.watcher import WatchingMode, with_lost_weight
-from hybridpp.pipeline.batch_dims import Dims, dim_at
+from hybridpp.pipeline.batch_dims import Dims
 from hybridpp.pipeline.loss_items import (
     SAME_DEVICE,
     Constant,
     Count,
-    Path,
     TracedFloat,
     TracedInt,
     at_least,
@@ -37,15 +36,13 @@ from hybridpp.pipeline.loss_items import (
     written,
 )
 from hybridpp.pipeline.sample_dims import (
-    Call,
-    Found,
     SampleDim,
     guessed_samples,
     lack_samples,
     samples_at,
-    samples_in,
     tensors_of,
 )
+from hybridpp.pipeline.sample_tracker import SIZES, SampleTracker, input_leaves
 
 # Functions whose result is no function of their arguments.
 _RANDOM = ("rand", "normal", "bernoulli", "multinomial", "dropout", "poisson", "exponential", "uniform")
@@ -116,13 +113,10 @@ _ORDERING = frozenset(
 )
 # Of the different values of an input, they make some of these.
 _VALUES = _PLAIN_NUMBERS | {"entry_of", "getitem", "to", "long", "cpu", "sort", "masked_select", "tensor", "detach"}
-_SIZES = frozenset(["size", "numel", "nelement", "shape"])
 # Of each element of their first argument, they make the same, with others that are single numbers.
 _LIMITING = frozenset(
     ["clamp", "clamp_min", "maximum", "add", "to", "float", "double", "long", "int", "type", "detach"]
 )
-# Their result has the numbers of their first argument in one order.
-_OTHER_SHAPES = frozenset(["getitem", "unsqueeze", "squeeze", "view", "reshape", "flatten", "to", "long", "int"])
 # Larger tensors that are no inputs are not kept as constants of a count.
 _MAX_CONSTANT = 2**20
 # Sums that are divided by numbers of their own are looked at one by one, up to as many.
@@ -136,8 +130,6 @@ OF_EARLIER_STAGE = "a number of an earlier stage"
 """The reason of a term that this stage has received."""
 # A head and its loss in one.
 _FUSED_LOSS = "linear_cross_entropy"
-# They may repeat what they get, as for each sample.
-_SPREADING = frozenset(["expand", "expand_as", "broadcast_to", "repeat", "tile"])
 _CLASS_LOSSES = frozenset(["cross_entropy", "nll_loss", _FUSED_LOSS])
 
 
@@ -247,7 +239,7 @@ class LossTrace(WatchingMode):
         self._tree = trees[0] if trees else None
         self._num_samples = num_samples
         self._known: dict[int, tuple[Any, Any]] = {}
-        self._samples: dict[int, tuple[Any, SampleDim]] = {}
+        self._tracker = SampleTracker(num_samples, self)
         self._counts: dict[Any, Count] = {}
         # Those that are single numbers of the whole micro-batch.
         self._single: set[Count] = set()
@@ -255,19 +247,15 @@ class LossTrace(WatchingMode):
         self._held: dict[int, list[list[Tensor]]] = {}
         # Plain numbers that the script has read, which are told apart by identity as far as it goes.
         self._numbers: list[tuple[float, Count]] = []
-        self._made: dict[int, Found] = {}
-        self._counting_up: dict[int, Any] = {}
         self._applied: dict[Count, None] = {}
         self._given_to_losses: dict[Count, None] = {}
         self._rows = self._count(num_rows().function)
         self._entries: list[tuple[Tensor, Count]] = []
         for tree in trees:
-            for path, leaf in _leaves(tree):
+            for path, leaf in input_leaves(tree):
                 self._note(leaf, self._count(entry(path).function, path))
                 self._entries.append((leaf, self._known[id(leaf)][1]))
-                dim = dim_at(path, dims)
-                if dim is not None:
-                    self._hold(leaf, samples_at(dim, leaf.shape, num_samples))
+                self._tracker.begin(leaf, path, dims)
 
     def received(self, tensors: Sequence[Tensor]) -> None:
         """Tensors that the model computed, as far as they are not known."""
@@ -278,7 +266,7 @@ class LossTrace(WatchingMode):
                 self._note(tensor, _ITEMS)
             is_unknown = known is None or (isinstance(known, _OfModel) and known.terms is None)
             if is_unknown and self.samples_of(tensor) is None:
-                self._hold(tensor, samples)
+                self._tracker.hold(tensor, samples)
 
     def of_parameters(self, tensors: Sequence[Tensor]) -> None:
         """Tensors that are made of parameters alone, as far as the script's calls do not show it."""
@@ -343,67 +331,17 @@ class LossTrace(WatchingMode):
         if name in _MAKING_ZERO and not result.dim():
             self._zero[id(result)] = weakref.ref(result)
             return result
-        self._note_samples(function, name, args, kwargs, result)
+        self._tracker.follow(function, name, args, kwargs, result)
         found = self._follow(function, name, args, kwargs, result)
         if args and _writes(name):
             self._zero.pop(id(args[0]), None)
         return result if found is None else found
 
-    # Where tensors hold samples.
-
-    def _hold(self, tensor: Tensor, samples: SampleDim | None) -> None:
-        if samples is None:
-            self._samples.pop(id(tensor), None)
-        else:
-            self._samples[id(tensor)] = weakref.ref(tensor), samples
+    # Where tensors come from.
 
     def samples_of(self, tensor: Tensor) -> SampleDim | None:
         """Where a tensor holds samples; None: nowhere, or that is not known."""
-        noted = self._noted_samples(tensor)
-        if noted is not None:
-            return noted
-        if isinstance(tensor, MadeWhenRead):
-            held = tensor.held()
-            return None if held is None else self._noted_samples(held)
-        for leaf, _ in self._entries:
-            if isinstance(leaf, MadeWhenRead) and leaf.held() is tensor:
-                return self._noted_samples(leaf)
-        return None
-
-    def _noted_samples(self, tensor: Tensor) -> SampleDim | None:
-        reference, samples = self._samples.get(id(tensor), (None, None))
-        return samples if reference is not None and reference() is tensor else None
-
-    def _note_samples(self, function: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
-        """Note where the results of a call hold samples."""
-        self._made = {}
-        if name in _SIZES:
-            return
-        if name == "arange" or (name in _OTHER_SHAPES and self._counts_up(args, result)):
-            self._counting_up[id(result)] = weakref.ref(result)
-        for position, one in enumerate(tensors_of(result)):
-            call = Call(
-                function,
-                name,
-                args,
-                kwargs,
-                one,
-                self.samples_of,
-                self.is_computed,
-                self._is_choice,
-                self._num_samples,
-                position,
-            )
-            self._made[id(one)] = found = samples_in(call)
-            self._hold(one, found.samples or self._spread(name, args, one))
-
-    def _spread(self, name: str, args: Any, result: Tensor) -> SampleDim | None:
-        """Where what is made of parameters alone was repeated for each sample, as its size shows."""
-        if name not in _SPREADING or not args or self._of(args[0]) is not nn.Parameter:
-            return None
-        own = [1] * (result.dim() - args[0].dim()) + list(args[0].shape)
-        dims = [dim for dim, size in enumerate(result.shape) if size == self._num_samples and own[dim] == 1 != size]
-        return SampleDim(dims[0], is_sure=False) if dims else None
+        return self._tracker.of(tensor)
 
     def is_computed(self, tensor: Tensor) -> bool:
         """Whether a model computed it, as far as known."""
@@ -411,27 +349,20 @@ class LossTrace(WatchingMode):
 
     def is_of_parameters(self, tensor: Tensor) -> bool:
         """Whether it is made of parameters alone, and not for each sample, as far as known."""
-        return self._of(tensor) is nn.Parameter and self.samples_of(tensor) is None
+        return self.is_made_of_parameters(tensor) and self.samples_of(tensor) is None
 
     def of_inputs(self, tensor: Tensor) -> Count | None:
         """What makes a tensor of the inputs alone; None: it is made otherwise, as far as known."""
         known = self._of(tensor)
         return known if isinstance(known, Count) else None
 
-    def _is_choice(self, index: Tensor) -> bool:
-        return not isinstance(self._of(index), Count | _OfModel) and not self._counts_up([index], index)
+    def is_of_inputs(self, tensor: Tensor) -> bool:
+        """Whether it is made of the inputs alone, as far as known."""
+        return isinstance(self._of(tensor), Count)
 
-    def _counts_up(self, args: Sequence[Any], result: Any) -> bool:
-        """Whether a tensor has the numbers of one that ``torch.arange`` has made, the first argument."""
-        reference = self._counting_up.get(id(args[0])) if args else None
-        if reference is None or reference() is not args[0] or result.numel() != args[0].numel():
-            return False
-        indices = args[1] if len(args) > 1 and isinstance(args[1], tuple) else ()
-        return not any(isinstance(one, Tensor | list) for one in (*indices, *args[1:2]))
-
-    def _made_of(self, result: Any) -> Found:
-        """What the current call made of the samples."""
-        return self._made.get(id(result), Found())
+    def is_made_of_parameters(self, tensor: Tensor) -> bool:
+        """Whether it is made of parameters alone, as far as known."""
+        return self._of(tensor) is nn.Parameter
 
     # What is known of tensors.
 
@@ -482,7 +413,7 @@ class LossTrace(WatchingMode):
         given = list(tensors_of((args, kwargs)))
         known = [self._of(tensor) for tensor in given]
         models = [(tensor, what) for tensor, what in zip(given, known, strict=True) if isinstance(what, _OfModel)]
-        if name in _SIZES or (name == "len" and models):
+        if name in SIZES or (name == "len" and models):
             return self._sizes(name, args, kwargs, result, known[0] if known else None)
         if name == "iter":
             return iter(self._rows_of(args[0], list(result), known[0]))
@@ -520,7 +451,9 @@ class LossTrace(WatchingMode):
         """The rows of a tensor that is iterated over."""
         samples = self.samples_of(tensor)
         for index, row in enumerate(rows):
-            self._hold(row, None if samples is None or not samples.dim else samples._replace(dim=samples.dim - 1))
+            self._tracker.hold(
+                row, None if samples is None or not samples.dim else samples._replace(dim=samples.dim - 1)
+            )
             if isinstance(known, Count):
                 self._note(row, self._count(row_of, known, index))
             elif isinstance(known, _OfModel):
@@ -722,7 +655,7 @@ class LossTrace(WatchingMode):
             name = name.strip("_")
         reductions = _reduction_of(function, args, kwargs)
         with_samples = [(tensor, what) for tensor, what in models if what.terms is None]
-        made = self._made_of(result)
+        made = self._tracker.made(result)
         order = f"{name} over the samples" if self.in_criterion and made.is_over and name in _ORDERING else ""
         divided = self._divided_of(name, args, kwargs, result, with_samples) if reductions is None else ()
         if reductions is not None:
@@ -880,7 +813,7 @@ class LossTrace(WatchingMode):
 
     def _one_of(self, name: str, tensor: Tensor, index: int, result: Tensor, what: _OfModel) -> _OfModel:
         """Of one of several tensors that a function made of one with samples."""
-        made, samples = self._made_of(result), self.samples_of(tensor)
+        made, samples = self._tracker.made(result), self.samples_of(tensor)
         if samples is not None and samples.rows == 1 and name in _DIVIDING_IN_PARTS:
             is_row = tensor.shape[samples.dim] == self._num_samples > 1 == result.shape[samples.dim]
             what = what._replace(numel=self._count(single, index)) if is_row else what
@@ -916,7 +849,7 @@ class LossTrace(WatchingMode):
         apart = {id(what.numel) for _, what in models if what.numel is not None and what.numel.function is single}
         if len(apart) > 1 and name not in _JOINING and not self.in_criterion:
             why = why or f"{name} of samples with others"
-        is_pair = self._made_of(result).samples is None and name in _PRODUCTS and len(models) == 2
+        is_pair = self._tracker.made(result).samples is None and name in _PRODUCTS and len(models) == 2
         if is_pair and result.shape == (rows, rows):
             why = why or f"{name} of each sample with each other"
         if name == "getitem":
@@ -962,7 +895,7 @@ class LossTrace(WatchingMode):
         if name not in ("stack", "cat") or indices != list(range(self._num_samples)) or len(indices) != len(args[0]):
             return
         dim = (args[1] if len(args) > 1 else 0) % result.dim()
-        self._hold(result, samples_at(dim, result.shape, self._num_samples))
+        self._tracker.hold(result, samples_at(dim, result.shape, self._num_samples))
 
     def _joined_items(self, models: list[tuple[Tensor, _OfModel]]) -> Count | None:
         """What is proportional to the elements of joined tensors, of which the inputs choose some samples' each."""
@@ -1023,7 +956,7 @@ class LossTrace(WatchingMode):
         over = {dim % tensor.dim() for dim in listed} if tensor.dim() else {0}
         is_chosen = what.numel is not None and what.numel.function is _chosen
         if self.samples_of(tensor) is not None:
-            if not self._made_of(result).is_gone:
+            if not self._tracker.made(result).is_gone:
                 return _OfModel(what.numel if is_chosen else None, why=what.why)
         elif len(over) < max(tensor.dim(), 1):
             rows = tensor.shape[0]
@@ -1039,7 +972,7 @@ class LossTrace(WatchingMode):
         """Of one of torch's losses."""
         why = _why(models)
         if call.head is not None and not self.in_criterion:
-            why = why or self._made_of(result).why
+            why = why or self._tracker.made(result).why
         if any(what.terms is not None for _, what in models):
             why = why or f"{name} of a sum over samples"
         target, of_input = call.target, next((what for tensor, what in models if tensor is call.input), models[0][1])
@@ -1520,15 +1453,3 @@ def _key(value: Any) -> Any:
         return type(value).__name__, *map(_key, value)
     hash(value)
     return type(value).__name__, value
-
-
-def _leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """The tensors of a batch in plain containers, with their paths."""
-    if isinstance(tree, Tensor):
-        yield path, tree
-    elif type(tree) is dict:
-        for name, value in tree.items():
-            yield from _leaves(value, (*path, name))
-    elif isinstance(tree, list | tuple):
-        for index, value in enumerate(tree):
-            yield from _leaves(value, (*path, index))

@@ -83,7 +83,7 @@ def found_of(function, x):
     weight = nn.Parameter(torch.ones(()))
     with trace:
         result = function(x * weight)
-    return result.detach(), trace.samples_of(result), trace._made_of(result)
+    return result.detach(), trace.samples_of(result), trace._tracker.made(result)
 
 
 @pytest.mark.parametrize("name", MOVING)
@@ -134,7 +134,7 @@ def test_samples_that_an_input_sorts_are_told_from_others(name):
     weight = nn.Parameter(torch.ones(()))
     with trace:
         result = function(x * weight, time.argsort())
-    assert trace._made_of(result).why == why
+    assert trace._tracker.made(result).why == why
     if not why:
         assert trace.samples_of(result) == SampleDim(0, order=(2, 1, 3, 0) if name == "sorted" else ())
 
