@@ -111,6 +111,7 @@ TESTED_THROUGH = {
     "hybridpp/pipeline/loss_sums.py": "tests/plugins/test_manual_loss.py",
     "hybridpp/pipeline/rank_program.py": "tests/pipeline/test_executor.py",
     "hybridpp/pipeline/read_entries.py": "tests/pipeline/test_criterion.py",
+    "hybridpp/pipeline/sample_tracker.py": "tests/pipeline/test_sample_dims.py",
     "hybridpp/pipeline/scheduled_wgrads.py": "tests/pipeline/test_weight_gradients.py",
     "hybridpp/pipeline/split_backward_ops.py": "tests/pipeline/test_weight_gradients.py",
     "hybridpp/pipeline/stage.py": "tests/pipeline/test_executor.py",

@@ -19,6 +19,14 @@ class WatchingMode(TorchFunctionMode):
         raise NotImplementedError
 
 
+def function_name(function: Any) -> str:
+    """The name of a function, method or attribute of torch, as ``__torch_function__`` is given it; without ``__``."""
+    name: str = getattr(function, "__name__", "")
+    if name == "__get__":
+        name = getattr(function.__self__, "__name__", name)
+    return name.strip("_") if name.startswith("__") else name
+
+
 def run_unwatched(function: Callable[..., Any], /, *args: Any) -> Any:
     """Call a compiled function outside of the watchers that are active."""
     popped: list[TorchFunctionMode] = []

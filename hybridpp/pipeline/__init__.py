@@ -19,6 +19,7 @@ from hybridpp.pipeline.batch_reader import (
     start_batch_check,
     step_call,
 )
+from hybridpp.pipeline.batch_statistics import StatisticsLook
 from hybridpp.pipeline.boundary import Transport
 from hybridpp.pipeline.compiled_wgrad import compile_keywords, makes_cuda_graphs
 from hybridpp.pipeline.criterion import CriterionAdapter, SignatureCache
@@ -87,6 +88,7 @@ __all__ = [
     "SplitBatch",
     "StageIO",
     "StageManager",
+    "StatisticsLook",
     "StepResult",
     "TensorMeta",
     "Transport",

@@ -301,12 +301,15 @@ class _Handlers:
         splits = (stage, action.microbatch) in self._split
         values = stage_input.take_values()
         is_watched = plan.is_last and step.watched is not None
-        around = step.watched_forward if not microbatch else None
+        around, watched = step.watched_forward if not microbatch else None, step.watched_stage
         with (
             around() if around is not None else nullcontext(),
             step.watched(microbatch, inputs, values) if is_watched and step.watched else nullcontext(),
         ):
-            with self._weight_gradients.recording_forward(splits) if defers else nullcontext():
+            with (
+                watched(stage, microbatch, inputs, values, plan.is_last) if watched is not None else nullcontext(),
+                self._weight_gradients.recording_forward(splits) if defers else nullcontext(),
+            ):
                 key = step.keys[microbatch]
                 try:
                     found = self._stages.forward(plan, args, kwargs, values, key, recompute)

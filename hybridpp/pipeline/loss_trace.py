@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpp.nn.deferred_tensor import MadeWhenRead
-from hybridpp.nn.watcher import WatchingMode, with_lost_weight
+from hybridpp.nn.watcher import WatchingMode, function_name, with_lost_weight
 from hybridpp.pipeline.batch_dims import Dims
 from hybridpp.pipeline.loss_items import (
     SAME_DEVICE,
@@ -221,7 +221,6 @@ class LossTrace(WatchingMode):
         loops_over_values: whether it has taken one by one the different values that an input has.
         is_empty: whether the script has read a number of items that is 0, so that it may have taken another branch.
         guessed: the plain numbers that stand in the place of such a number, as ``max(int(count), 1)`` gives.
-        statistics: where the model applies a statistic of the samples to each of them; empty: nowhere.
     """
 
     def __init__(self, trees: Sequence[Any], num_samples: int, dims: Dims = 0, choice: int = 0):
@@ -231,15 +230,13 @@ class LossTrace(WatchingMode):
         self.in_criterion, self.is_empty, self.has_read, self.has_branched = False, False, False, False
         self.loops_over_values = False
         self.guessed: list[float] = []
-        self.statistics = ""
-        # What functions have made of all samples, with their names.
-        self._over_samples: dict[int, tuple[Any, str]] = {}
         self._zeros: list[Count] = []
         self._zero: dict[int, Any] = {}
         self._tree = trees[0] if trees else None
         self._num_samples = num_samples
         self._known: dict[int, tuple[Any, Any]] = {}
-        self._tracker = SampleTracker(num_samples, self)
+        # No cycle: what a trace holds is freed with it.
+        self._tracker = SampleTracker(num_samples, weakref.proxy(self))
         self._counts: dict[Any, Count] = {}
         # Those that are single numbers of the whole micro-batch.
         self._single: set[Count] = set()
@@ -324,7 +321,7 @@ class LossTrace(WatchingMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = with_lost_weight(function, kwargs or {})
-        name = _name(function)
+        name = function_name(function)
         if args and _writes(name):
             self._keep_values(args[0])
         result = function(*args, **kwargs)
@@ -577,7 +574,10 @@ class LossTrace(WatchingMode):
 
     def _read_before(self, value: Any) -> Any:
         """A plain number with the count that it is taken for, as in ``w / w.sum() * len(w)``; else the value."""
-        if isinstance(value, TracedInt | TracedFloat) and _name(value.count.function) in _MULTIPLYING | _DIVIDING:
+        if (
+            isinstance(value, TracedInt | TracedFloat)
+            and function_name(value.count.function) in _MULTIPLYING | _DIVIDING
+        ):
             parts = [count_of(self._read_before(one)) for one in value.count.args]
             return traced(value, self._count(value.count.function, *parts))
         is_constant = self._is_constant_factor(is_divisor=False)
@@ -600,7 +600,7 @@ class LossTrace(WatchingMode):
         """The script branches by a tensor: by a count that it compares with a number, or by whether there is any."""
         if not isinstance(condition, Count) or not condition.args or not isinstance(condition.args[0], Count):
             return
-        name, inner = _name(condition.function), condition.args[0]
+        name, inner = function_name(condition.function), condition.args[0]
         self.has_branched = True
         if name == "any":
             self.is_empty |= not outcome
@@ -672,8 +672,6 @@ class LossTrace(WatchingMode):
         elif len(with_samples) < len(models):
             mixed = not all(what.terms == () or what.terms is None for _, what in models)
             # In the model it is as in batch normalisation: each micro-batch has its own statistics.
-            if mixed and not self.in_criterion:
-                self._note_statistics(name, models)
             why = f"{name} of samples and of a sum over them" if mixed and self.in_criterion else ""
             found = self._items(name, args, result, with_samples)
             why = found.why or (_why(models) if self.in_criterion else "") or why
@@ -685,10 +683,6 @@ class LossTrace(WatchingMode):
         else:
             found = self._items(name, args, result, with_samples)
             found = found._replace(why=found.why or order or ("" if self.in_criterion else made.why))
-        if made.is_gone and not self.in_criterion and self._are_sure(with_samples):
-            self._over_samples[id(result)] = weakref.ref(result), name
-        elif not with_samples and (made_by := self._made_over_samples(models)):
-            self._over_samples[id(result)] = weakref.ref(result), made_by
         if divided and found.terms is None:
             found = found._replace(divided=divided)
         row = self._row_alone(models) if self.in_criterion else None
@@ -715,23 +709,6 @@ class LossTrace(WatchingMode):
             return found._replace(numel=row, is_observed=False, terms=None, why=why)
         terms = (self._term((), result, ""),) if is_other else found.terms
         return found._replace(terms=tuple(term._replace(row=row) for term in terms))
-
-    def _are_sure(self, models: list[tuple[Tensor, _OfModel]]) -> bool:
-        return any((samples := self.samples_of(tensor)) is not None and samples.is_sure for tensor, _ in models)
-
-    def _note_statistics(self, name: str, models: list[tuple[Tensor, _OfModel]]) -> None:
-        if not self._are_sure([one for one in models if one[1].terms is None]):
-            return
-        if made_by := self._made_over_samples(models):
-            self.statistics = self.statistics or f"{name} of samples and of their {made_by}"
-
-    def _made_over_samples(self, models: list[tuple[Tensor, _OfModel]]) -> str:
-        """The function that made one of some tensors, or what it is made of, of all samples; "": none."""
-        for tensor, _ in models:
-            reference, made_by = self._over_samples.get(id(tensor), (None, ""))
-            if reference is not None and reference() is tensor:
-                return made_by
-        return ""
 
     def _note_applied(self, noted: dict[Count, None], args: Any, kwargs: Any) -> None:
         for value in (*tensors_of((args, kwargs)), *args, *kwargs.values()):
@@ -792,7 +769,7 @@ class LossTrace(WatchingMode):
 
     def _factors_of(self, count: Count, power: int) -> tuple[TermFactor, ...]:
         """The single numbers in a product of what depends on the inputs."""
-        name, inner = _name(count.function), count.args
+        name, inner = function_name(count.function), count.args
         is_product = (name in _MULTIPLYING or name in _DIVIDING or name == "rdiv") and len(inner) == 2
         is_product &= not count.kwargs
         if count in self._single:
@@ -1114,10 +1091,14 @@ class LossTrace(WatchingMode):
     def _element_of(self, count: Count, at: int) -> Count | None:
         """One of the numbers that sums of the inputs are, each with its lower limit; None: they are no such sums."""
         inner = count.args[0] if count.args and isinstance(count.args[0], Count) else None
-        if _name(count.function) == "sum":
+        if function_name(count.function) == "sum":
             return self._count(_element, count, at)
         rest = (*count.args[1:], *count.kwargs.values())
-        if inner is None or _name(count.function) not in _LIMITING or any(isinstance(one, Count) for one in rest):
+        if (
+            inner is None
+            or function_name(count.function) not in _LIMITING
+            or any(isinstance(one, Count) for one in rest)
+        ):
             return None
         if any(isinstance(one, Constant) and one.signed(is_set=False)[2] == () for one in rest):
             return None  # of several elements
@@ -1337,20 +1318,13 @@ def _reduction_of(function: Any, args: Any, kwargs: Any) -> _LossCall | None:
 def _is_of_values(count: Any) -> bool:
     """Whether it holds the different values of an input, as ``unique`` gives them, or some of these."""
     while isinstance(count, Count):
-        name = _name(count.function)
+        name = function_name(count.function)
         if "unique" in name:
             return True
         if name not in _VALUES or not count.args:
             return False
         count = count.args[0]
     return False
-
-
-def _name(function: Any) -> str:
-    name = getattr(function, "__name__", "")
-    if name == "__get__":
-        name = getattr(function.__self__, "__name__", name)
-    return name.strip("_") if name.startswith("__") else name
 
 
 def _once(make: Callable[[], Any]) -> Callable[[], Any]:

@@ -60,6 +60,9 @@ class PipelineStep:
         settle: called where an error ended the step: takes part in what the first loss of a criterion exchanges between
             replicas, unless that is done.
         watched_forward: a context for a forward of the first micro-batch and its loss; None: not called.
+        watched_stage: a context for a forward of any stage, without the criterion: of the stage, the micro-batch's
+            index and inputs, what was received of other stages, and whether the stage is the last one; None: not
+            called.
         checked: a context for a backward pass of the first micro-batch, of the nodes that it begins at; None: not
             called.
     """
@@ -82,6 +85,7 @@ class PipelineStep:
     is_coupled: bool = False
     settle: Callable[[], None] = lambda: None
     watched_forward: Callable[[], AbstractContextManager[None]] | None = None
+    watched_stage: Callable[[int, int, Any, Sequence[Tensor], bool], AbstractContextManager[None]] | None = None
     checked: Callable[[Sequence[Node]], AbstractContextManager[None]] | None = None
 
 

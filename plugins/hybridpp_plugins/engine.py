@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,11 +20,13 @@ from hybridpp.pipeline import (
     BatchUse,
     CriterionAdapter,
     ForwardSignature,
+    LossReduction,
     PipelineStep,
     RankBatchInfo,
     RankProgram,
     ReplicaCounts,
     SplitBatch,
+    StatisticsLook,
     StepResult,
 )
 from hybridpp.plugin import Criterion, RunsPipeline, StepOptions
@@ -200,8 +203,8 @@ class Engine(EngineParts):
             if losses is None:
                 batch, losses = self._counted(batch, called, training)
             task = self._task(batch, infos, called, losses, options.return_outputs)
-            if training and self._is_tried_again:
-                self._look_for_kept_state()
+            if self._is_looked_at:
+                task = self._looked_at(task, batch, infos, called)
             if training and self.kept_state is not None:
                 self.kept_state.begin(self._counts(infos))
             if self.ways_check is not None:
@@ -368,6 +371,32 @@ class Engine(EngineParts):
             else max(self._counts(infos))
         )
         return num_averaged > 1 and not _counts_of(self._replica_infos(infos)).are_known
+
+    @property
+    def _is_looked_at(self) -> bool:
+        """Whether the forward of this step is looked at, without its loss."""
+        number = self.progress.num_evaluations
+        return self._is_tried_again or self.first_step is not None if self.is_training else not number & (number + 1)
+
+    def _looked_at(
+        self,
+        task: PipelineStep,
+        batch: SplitBatch,
+        infos: list[RankBatchInfo],
+        called: CriterionAdapter | ForwardSignature,
+    ) -> PipelineStep:
+        """The same step, with what looks at statistics of samples and at what the forward keeps."""
+        if self.is_training and self._is_tried_again:
+            self._look_for_kept_state()
+        if not isinstance(called, CriterionAdapter) or called.declares_reduction or called.coupled or called.sums:
+            return task
+        counts = [int(info.num_microbatches) for info in self._replica_infos(infos)]
+        num_parts = sum(counts) if self.is_training else max(counts)
+        if num_parts == 1 or any(map(is_compiled_by_script, walk.modules(self.model))):
+            return task
+        given = [(one.inputs, one.num_samples) for one in batch.microbatches]
+        report = partial(self.criterion_check.report, LossReduction.STATISTICS)
+        return replace(task, watched_stage=StatisticsLook(given, self.pipeline.batch_dims or 0, report).watching)
 
     def _step_losses(
         self,

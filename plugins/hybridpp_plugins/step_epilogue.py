@@ -229,14 +229,14 @@ def summary_of(messages: Sequence[Sequence[float]], last_stages: Sequence[Sequen
         losses=[losses[ranks[0]].loss for ranks in last_stages],
         num_items=losses[own_last].num_items,
         bad_loss=next(bad_losses, None),
-        reduction=_reduction([reports[rank] for rank in losses]),
+        reduction=_reduction(reports),
         unequal=_unequal({rank: one.loss for rank, one in losses.items()}, last_stages),
         reports=reports,
     )
 
 
 def _reduction(reports: Sequence[RankReport]) -> LossReduction:
-    """The most severe finding of ranks that compute losses."""
+    """The most severe finding of any rank."""
     found = LossReduction(int(max(one.reduction for one in reports)))
     divided = [one.divided for one in reports if one.divided]
     is_alike = not divided or math.isclose(min(divided), max(divided), rel_tol=0.01)

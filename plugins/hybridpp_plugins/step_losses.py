@@ -244,8 +244,6 @@ class StepLosses:
             self._compare_divisors(trace, terms, microbatch)
         if self._tries_again:
             self._try(trace, terms, microbatch, loss, outputs, inputs, "")
-            if trace.statistics:
-                self._report(LossReduction.STATISTICS, trace.statistics)
         self._looks_again = self._tries_again = False
 
     def try_others(self, microbatch: int, loss: Tensor, outputs: Any, inputs: Any) -> None:
@@ -358,8 +356,6 @@ class StepLosses:
                 found = other._replace(form=replace(other.form, choice=choice))
         for problem in found.problems:
             self._report(*problem)
-        if trace.statistics and not self._criterion.declares_reduction:
-            self._report(LossReduction.STATISTICS, trace.statistics)
         if not self._criterion.declares_reduction and (kept := self._trials.kept(microbatch, outputs, inputs)):
             self._report(LossReduction.KEPT, kept)
         is_sure = found.problems or found.is_told_apart or torch.is_grad_enabled()  # in training graphs are compared

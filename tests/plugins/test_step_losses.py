@@ -716,10 +716,10 @@ def quantised(x, scale):
         (lambda x: 5 * (x**2).mean(), LossReduction.MEAN),
         (lambda x: (x**2).mean() + 0.1 * F.mse_loss(x, X, reduction="sum"), LossReduction.MEAN),
         (lambda x: contrastive({"logits": x}, None), LossReduction.COUPLED),
-        # Statistics inside of a model are those of micro-batches, as in batch normalisation.
-        (lambda x: standardised({"logits": x}, {"target": 0}), LossReduction.STATISTICS),
-        (lambda x: quantised(x, x.abs().max() / 7).square().mean(), LossReduction.STATISTICS),
-        (lambda x: quantised(x, (x.detach().std() + 1e-5).reciprocal()).square().mean(), LossReduction.STATISTICS),
+        # Statistics inside of a model are those of micro-batches, as in batch normalisation: a warning tells of them.
+        (lambda x: standardised({"logits": x}, {"target": 0}), LossReduction.MEAN),
+        (lambda x: quantised(x, x.abs().max() / 7).square().mean(), LossReduction.MEAN),
+        (lambda x: quantised(x, (x.detach().std() + 1e-5).reciprocal()).square().mean(), LossReduction.MEAN),
         (lambda x: quantised(x, x.abs().amax(1, keepdim=True) / 7).square().mean(), LossReduction.MEAN),
         (lambda x: F.batch_norm(x, None, None, training=True).square().mean(), LossReduction.MEAN),
         (lambda x: ((x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True)).square().mean(), LossReduction.MEAN),

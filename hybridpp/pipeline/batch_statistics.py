@@ -1,0 +1,261 @@
+"""Find what a forward makes of several samples of a micro-batch and applies to each of them, as a batch's mean."""
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from hybridpp.nn.metadata_functions import METADATA_FUNCTIONS, writes_first_argument
+from hybridpp.nn.torch_private import pytree
+from hybridpp.nn.watcher import WatchingMode, function_name, with_lost_weight
+from hybridpp.pipeline.batch_dims import Dims
+from hybridpp.pipeline.sample_dims import guessed_samples, tensors_of
+from hybridpp.pipeline.sample_tracker import SIZES, SampleTracker, input_leaves
+
+# They give a script plain numbers.
+_READS = frozenset(["item", "float", "tolist", "numpy", "array"])
+_COMPARING = frozenset(["gt", "lt", "ge", "le", "greater", "less", "greater_equal", "less_equal"])
+# Of a number that was read, what scripts make of it before they apply it.
+_FORMS: Sequence[Callable[[float], float]] = (
+    lambda value: value,
+    lambda value: -value,
+    lambda value: 1 / value,
+    lambda value: value * value,
+    lambda value: math.sqrt(value),
+    lambda value: 1 / math.sqrt(value),
+)
+_TOLERANCE = 1e-6
+# Micro-batches whose plain numbers are compared.
+_NUM_COMPARED = 2
+
+
+class StatisticsWatch(WatchingMode):
+    """Watches the forward of one stage for one micro-batch.
+
+    A statistic is what a function makes of all samples: a tensor (``x - x.mean(0)``), or a number that Python reads of
+    one and gives to functions of the samples (``x * (1 / float(x.std()))``) or branches by. Of inputs alone it counts
+    where the result meets a parameter: masks and labels are divided by their sums in losses, which are looked at
+    otherwise. What batch normalisation does is left alone.
+
+    Args:
+        trees: of the micro-batch's inputs: as they were given, and as the model gets them.
+        num_samples: of the micro-batch.
+        dims: the dimension of the samples in the inputs.
+        received: what earlier stages sent.
+        is_last: whether the model's loss may be made in this stage, where what couples samples is followed to it.
+
+    Attributes:
+        found: what the stage does with several samples, in words; empty: nothing, as far as known.
+        numbers: plain numbers that functions of samples got after the script had read one of several samples.
+    """
+
+    def __init__(
+        self, trees: Sequence[Any], num_samples: int, dims: Dims, received: Sequence[Tensor], *, is_last: bool
+    ):
+        super().__init__()
+        self.found = ""
+        self.numbers: list[tuple[str, float]] = []
+        self._is_last = is_last
+        self._read: list[float] = []
+        self._reads_all = False
+        self._origin: dict[int, tuple[Any, str]] = {}
+        # What was made of several samples: by which function.
+        self._over: dict[int, tuple[Any, str]] = {}
+        # What was made of each sample and of such a statistic, of inputs alone.
+        self._applied: dict[int, tuple[Any, str]] = {}
+        self._tracker = SampleTracker(num_samples, weakref.proxy(self))
+        for tree in trees:
+            for path, leaf in input_leaves(tree):
+                _put(self._origin, leaf, "inputs")
+                self._tracker.begin(leaf, path, dims)
+        for tensor, samples in zip(
+            received, guessed_samples([one.shape for one in received], num_samples), strict=True
+        ):
+            _put(self._origin, tensor, "model")
+            self._tracker.hold(tensor, samples)
+        self._num_samples = num_samples
+
+    def made(self, result: Any) -> None:
+        """What a compiled block returned."""
+        tensors = list(tensors_of(result))
+        for tensor, samples in zip(
+            tensors, guessed_samples([one.shape for one in tensors], self._num_samples), strict=True
+        ):
+            _put(self._origin, tensor, "model")
+            if self._tracker.of(tensor) is None:
+                self._tracker.hold(tensor, samples)
+
+    def is_computed(self, tensor: Tensor) -> bool:
+        """Whether the model computed it of samples, as far as known."""
+        return self._origin_of(tensor) == "model"
+
+    def is_of_inputs(self, tensor: Tensor) -> bool:
+        """Whether it is made of the inputs alone, as far as known."""
+        return self._origin_of(tensor) == "inputs"
+
+    def is_made_of_parameters(self, tensor: Tensor) -> bool:
+        """Whether it is made of parameters alone, as far as known."""
+        return self._origin_of(tensor) == "parameters"
+
+    def _origin_of(self, tensor: Tensor) -> str:
+        found = _get(self._origin, tensor)
+        if found:
+            return found
+        if isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf):
+            return "parameters"
+        return "model" if tensor.requires_grad else ""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = with_lost_weight(function, kwargs or {})
+        result = function(*args, **kwargs)
+        name = function_name(function)
+        if not self.found and function not in METADATA_FUNCTIONS and name not in SIZES:
+            self._follow(function, name, args, kwargs, result)
+        return result
+
+    def _follow(self, function: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        given = list(tensors_of((args, kwargs)))
+        self._tracker.follow(function, name, args, kwargs, result)
+        made = list(tensors_of(result))
+        if not given:
+            return
+        origin = self._joined_origin(given)
+        for one in made:
+            _put(self._origin, one, origin)
+        over = next(filter(None, (_get(self._over, one) for one in given)), "")
+        held = [one for one in given if (samples := self._tracker.of(one)) is not None and samples.is_sure]
+        has_values = [one for one in held if one.is_floating_point()]
+        if name in _READS or name == "bool":
+            self._note_read(name, given[0], result, over)
+            return
+        if _is_loss(function):
+            for one in made:
+                if not one.dim():
+                    _put(self._over, one, name)
+            return
+        if has_values:
+            self._note_numbers(name, args, kwargs)
+        # A buffer that is written to, and then is a statistic itself.
+        if args and writes_first_argument(function) and isinstance(args[0], Tensor):
+            made.append(args[0])
+        applied = next(filter(None, (_get(self._applied, one) for one in given)), "")
+        if over and has_values:
+            self._note_applied(f"{name} of samples and of their {over}", origin, given, made)
+        elif applied:
+            self._note_applied(applied, origin, given, made)
+        for one in made:
+            how = self._tracker.made(one)
+            if how.why and not self._is_last and origin == "model" and has_values:
+                self.found = self.found or how.why
+            if how.is_gone and has_values and one.is_floating_point():
+                _put(self._over, one, name)
+            elif over and not held:
+                _put(self._over, one, f"{over} {name}" if name in _COMPARING else over)
+
+    def _joined_origin(self, given: Sequence[Tensor]) -> str:
+        """Of what is made of some tensors."""
+        origins = {self._origin_of(one) for one in given}
+        if "model" in origins or {"inputs", "parameters"} <= origins:
+            return "model"
+        return next((one for one in ("inputs", "parameters") if one in origins), "")
+
+    def _note_applied(self, words: str, origin: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        """A statistic of samples is applied to them: of what the model computed, or of inputs that meet a parameter."""
+        meets_parameter = any(self._origin_of(one) == "parameters" for one in given)
+        is_of_model = any(_get(self._over, one) and self._origin_of(one) == "model" for one in given)
+        if is_of_model or meets_parameter:
+            self.found = self.found or words
+            return
+        if origin == "inputs":
+            for one in made:
+                _put(self._applied, one, words)
+
+    def _note_read(self, name: str, tensor: Tensor, result: Any, over: str) -> None:
+        """Python gets a number of all samples, or the numbers of all."""
+        if not self.is_computed(tensor):
+            return
+        if name == "bool":
+            if over.rpartition(" ")[2] in _COMPARING:
+                self.found = self.found or f"a branch by their {over.rpartition(' ')[0]}"
+            return
+        if not tensor.is_floating_point():
+            return
+        samples = self._tracker.of(tensor)
+        if over and isinstance(result, float):
+            self._read.append(result)
+        elif over or (samples is not None and samples.is_sure):
+            self._reads_all = True
+
+    def _note_numbers(self, name: str, args: Any, kwargs: Any) -> None:
+        if not self._read and not self._reads_all:
+            return
+        for value in pytree.tree_leaves((args, kwargs)):
+            if type(value) is not float or not math.isfinite(value) or value in (0.0, 1.0):
+                continue
+            self.numbers.append((name, value))
+            if any(_is_made_of(value, one) for one in self._read):
+                self.found = self.found or f"{name} of samples and of a number that is read of all of them"
+
+
+def _is_made_of(value: float, read: float) -> bool:
+    """Whether a number is one that was read, or a simple function of it."""
+    if not math.isfinite(read) or not read:
+        return False
+    forms = _FORMS if read > 0 else _FORMS[:4]  # the others are roots
+    return any(math.isclose(value, form(read), rel_tol=_TOLERANCE) for form in forms)
+
+
+def _is_loss(function: Any) -> bool:
+    return getattr(function, "__module__", "") == "torch.nn.functional" and "reduction" in getattr(
+        getattr(function, "__code__", None), "co_varnames", ()
+    )
+
+
+def _put(known: dict[int, tuple[Any, str]], tensor: Tensor, words: str) -> None:
+    known[id(tensor)] = weakref.ref(tensor), words
+
+
+def _get(known: dict[int, tuple[Any, str]], tensor: Tensor) -> str:
+    reference, words = known.get(id(tensor), (None, ""))
+    return words if reference is not None and reference() is tensor else ""
+
+
+class StatisticsLook:
+    """Looks at the first micro-batches of a step, in every stage of this rank.
+
+    Args:
+        given: inputs and numbers of samples, by micro-batch.
+        dims: the dimension of the samples in the inputs.
+        report: called once, with what a stage does with several samples, in words.
+    """
+
+    def __init__(self, given: Sequence[tuple[Any, int]], dims: Dims, report: Callable[[str], None]):
+        self._given, self._dims, self._report = given, dims, report
+        self._numbers: dict[int, list[tuple[str, float]]] = {}
+        self._has_found = False
+
+    @contextmanager
+    def watching(
+        self, stage: int, microbatch: int, inputs: Any, received: Sequence[Tensor], is_last: bool
+    ) -> Iterator[None]:
+        """A context for the forward of a stage for a micro-batch."""
+        if microbatch >= _NUM_COMPARED or self._has_found:
+            yield
+            return
+        tree, num_samples = self._given[microbatch]
+        watch = StatisticsWatch([tree, inputs], num_samples, self._dims, received, is_last=is_last)
+        with watch:
+            yield
+        found, before = watch.found, self._numbers.setdefault(stage, watch.numbers)
+        if [name for name, _ in before] == [name for name, _ in watch.numbers]:
+            pairs = zip(before, watch.numbers, strict=True)
+            others = [name for (name, one), (_, two) in pairs if not math.isclose(one, two, rel_tol=_TOLERANCE)]
+            if others:
+                # A constant, or a number that a script changes from step to step, would be the same in all of them.
+                found = found or f"{others[0]} of samples and of a number that is read of all of them"
+        if found:
+            self._has_found = True
+            self._report(found)
