@@ -107,10 +107,10 @@ def watched() -> Iterator[Entered]:
 
 
 def entered_by_a_step(**settings: Any) -> list[Entered]:
-    """What ``execute_pipeline`` and ``optimizer.step`` enter on each of two stages: in the second step of a tiny ViT.
+    """What ``execute_pipeline`` and ``optimizer.step`` enter on each of two stages: in the third step of a tiny ViT.
 
     The first step makes and checks the schedule, traces the model for its inputs, and looks at what a script may have
-    meant otherwise; all of that is kept.
+    meant otherwise; all of that is kept. Until the second update it is seen what the script does with weights.
     """
     settings = {**SETTINGS, **settings}
 
@@ -118,12 +118,13 @@ def entered_by_a_step(**settings: Any) -> list[Entered]:
         batch = image_batch(4)
         sample = first_microbatch(batch, settings)
         booster, model, optimizer = boosted(tiny_vit(), _adamw, sample, **settings)
-        data = iter([batch] * 2)
+        data = iter([batch] * 3)
 
         def step() -> None:
             booster.execute_pipeline(data, model, model_loss, optimizer)
             optimizer.step()
 
+        step()
         step()
         with watched() as entered:
             step()

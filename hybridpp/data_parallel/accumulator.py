@@ -22,6 +22,7 @@ from hybridpp.nn.torch_private import (
     make_wrapper_subclass,
     pytree,
     register_hooks_again,
+    schema_of,
     version_of,
 )
 
@@ -72,6 +73,9 @@ class GradientAccumulator:
         self._is_hidden = False
         # Parameters whose view holds old values.
         self._stale: set[str] = set()
+        # Of these, those of which it is to be found whether the old values are zeros, and those of which they are.
+        self._asked: set[str] = set()
+        self._found_zeros: set[str] = set()
         # The version of each bucket when it was last all zero; writes through ``.data`` do not change the version.
         self._zero_versions = {bucket: -1 if bucket.frees else version_of(bucket.flat) for bucket in self.buckets}
 
@@ -119,6 +123,20 @@ class GradientAccumulator:
         if self._is_hidden:
             return set()
         return {name for name, parameter in self._exposed.items() if parameter.grad is None and name not in self._stale}
+
+    def ask_for_zeros(self, names: set[str]) -> None:
+        """Find out which sums of these parameters, which are shown, are zeros before they are dropped.
+
+        A write through ``.data`` changes no version. It is asked of those only that the next passes do not reach, which
+        waits for the device.
+        """
+        self._asked = names & self._exposed.keys()
+
+    def take_zeros(self) -> set[str]:
+        """What was found since :meth:`ask_for_zeros`; nothing is asked any more."""
+        found, self._found_zeros = self._found_zeros, set()
+        self._asked = set()
+        return found
 
     def _holds_numbers(self, bucket: Bucket) -> bool:
         return version_of(bucket.flat) != self._zero_versions[bucket]
@@ -175,6 +193,9 @@ class GradientAccumulator:
 
     def _zero_stale_in(self, bucket: Bucket) -> None:
         stale = self._stale.intersection(bucket.views)
+        if asked := stale & self._asked:
+            self._found_zeros |= {name for name in asked if bucket.is_open and not bucket.views[name].any()}
+            self._asked -= asked
         if stale:
             self._ready(bucket)
         if len(stale) == len(bucket.views):
@@ -235,36 +256,68 @@ class GradientAccumulator:
             parameter.grad = None
 
 
+class _Use:
+    """Whether a step has used the gradients, and which the script has set to zeros since then, by name."""
+
+    def __init__(self) -> None:
+        self.is_used = False
+        self.zeros: set[str] = set()
+
+
 class HiddenGradient(Tensor):
-    """A gradient of the right shape, dtype and device without memory: whoever reads or writes values is refused."""
+    """A gradient of the right shape, dtype and device without memory: whoever reads or writes values is refused.
+
+    After the step that has used it, it may be set to zeros, as ``module.zero_grad(set_to_none=False)`` does.
+    """
 
     _parameter: str
+    _use: _Use
 
     @staticmethod
-    def __new__(cls, parameter: str, like: Tensor) -> "HiddenGradient":
+    def __new__(cls, parameter: str, like: Tensor, use: _Use) -> "HiddenGradient":
         """The gradient of ``parameter``, which is ``like`` this tensor."""
         made: Any = make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device)
-        made._parameter = parameter
+        made._parameter, made._use = parameter, use
         return cast(HiddenGradient, made)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # of torch
-        """Refuse the operation."""
+        """Note zeros after the step that has used the gradient; refuse anything else."""
         found = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, HiddenGradient)]
-        raise ConfigError(
-            f"{found[0]._parameter}.grad was read or written between the backward pass and optimizer.step(): in bf16, "
-            "in fp16 and with ZeRO the gradients are not there. Call optimizer.clip_grad_by_norm(max_norm) instead of "
-            "torch.nn.utils.clip_grad_norm_, or set HybridParallelPlugin(max_norm=...); optimizer.clip_grad_by_value "
-            "clips values, and optimizer.gradients() returns all gradients. parameter.grad = None, model.zero_grad() "
-            "and optimizer.zero_grad() drop them."
-        )
+        name, use = found[0]._parameter, found[0]._use
+        if not use.is_used:
+            raise ConfigError(
+                f"{name}.grad was read or written between the backward pass and optimizer.step(): in bf16, "
+                "in fp16 and with ZeRO the gradients are not there. Call optimizer.clip_grad_by_norm(max_norm) instead "
+                "of torch.nn.utils.clip_grad_norm_, or set HybridParallelPlugin(max_norm=...); "
+                "optimizer.clip_grad_by_value clips values, and optimizer.gradients() returns all gradients. "
+                "parameter.grad = None, model.zero_grad() and optimizer.zero_grad() drop them."
+            )
+        operation = schema_of(func).name.rpartition("::")[2]
+        if operation in ("detach", "alias"):  # also for ``.data``
+            return cls(name, found[0], use)
+        values = args[1] if len(args) > 1 else 0
+        is_zero = not values.any() if isinstance(values, Tensor) else values == 0
+        if operation not in _ZEROING or not is_zero:
+            raise ConfigError(
+                f"{name}.grad was read or written after optimizer.step() had used it: in bf16, in fp16 and with ZeRO "
+                "the gradients are not there. optimizer.gradients() returns those of the step, clipped, until the next "
+                "backward pass, and optimizer.get_grad_norm() their norm. A backward pass of the script is "
+                "booster.backward(loss, optimizer)."
+            )
+        use.zeros.update(one._parameter for one in found)
+        return args[0]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # of torch
         return f"HiddenGradient({self._parameter!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
+# Operators that make zeros, with 0 or no number.
+_ZEROING = frozenset(("zero_", "fill_", "mul_", "copy_", "_foreach_zero_", "_foreach_mul_"))
+
+
 class HiddenGradients:
-    """Sets ``grad`` between backward and step where gradients are kept elsewhere.
+    """Sets ``grad`` from the backward pass on, until gradients are dropped, where these are kept elsewhere.
 
     Args:
         parameters: by name.
@@ -278,6 +331,7 @@ class HiddenGradients:
         self._parameters, self._is_divided = parameters, is_divided
         self._tensors = [(name, parameter) for name, parameter in parameters.items()]
         self._made: dict[int, HiddenGradient] = {}
+        self._use = _Use()
         self.is_shown = False
         self._shown: Collection[str] = ()
 
@@ -288,12 +342,33 @@ class HiddenGradients:
     def show(self, reached: Collection[str]) -> None:
         """Set it for these parameters; others have no gradient."""
         self._shown, self.is_shown = set(reached), True
+        self._use.is_used = False
+        self._use.zeros.clear()
         for name, tensor in self._tensors:
             if name in self._shown and tensor.grad is None:
                 made = self._made.get(id(tensor))
                 if made is None or made.dtype is not tensor.dtype or made.shape != tensor.shape:
-                    made = self._made[id(tensor)] = HiddenGradient(name, tensor)
+                    made = self._made[id(tensor)] = HiddenGradient(name, tensor, self._use)
                 tensor.grad = made
+
+    def use(self) -> None:
+        """A step has used the gradients: they may be set to zeros."""
+        if self.is_shown:
+            self._use.is_used = True
+
+    @property
+    def are_used(self) -> bool:
+        """Whether it is set for gradients that a step has used, or that are zeros."""
+        return self.is_shown and self._use.is_used
+
+    def show_zeros(self, names: Collection[str]) -> None:
+        """Set it for parameters whose gradients are zeros."""
+        self.show(names)
+        self._use.is_used = True
+
+    def zeros(self) -> set[str]:
+        """The parameters whose gradients the script has set to zeros since a step has used them."""
+        return {name for name in self._use.zeros if isinstance(self._parameters[name].grad, HiddenGradient)}
 
     def cleared(self) -> set[str]:
         """The parameters for which the script has set it to None since :meth:`show`.
@@ -306,6 +381,8 @@ class HiddenGradients:
             gradient = tensor.grad
             if gradient is self._made.get(id(tensor)):
                 continue
+            if gradient is not None and self._use.is_used:
+                continue  # what it is, is looked at before the next pass
             if gradient is not None:
                 raise ConfigError(
                     f"{name}.grad was set between the backward pass and optimizer.step(): in bf16, in fp16 and with "
@@ -313,6 +390,8 @@ class HiddenGradients:
                     "clip_grad_by_value, or change the loss."
                 )
             if name not in self._shown:
+                continue
+            if self._use.is_used and tensor is not self._parameters[name]:
                 continue
             if name not in found and self._is_divided and tensor is not self._parameters[name]:
                 raise ConfigError(

@@ -213,16 +213,21 @@ class GradientBuckets:
         """
         if not self._scatters:  # else other memory is refused
             self._hooks.keep()
-        if self._hidden.is_shown and self._state is not _State.CONSUMED:
+        if self._hidden.are_used:
+            self._zeros = (self._zeros - self._hidden.cleared()) | self._hidden.zeros()
+        else:
             self._drop(self._hidden.cleared())
+        if self._state is _State.CONSUMED:
+            self._zeros |= self._written_zeros()
+        dropped = self._accumulator.dropped()
+        self._zeros -= dropped
         self._hidden.hide()
         if self._reduction is not None:
             self._reduction.settle()
             self._reduction.reset()
-        dropped = self._accumulator.dropped()
-        self._zeros -= dropped
         if self._state is _State.CONSUMED:
-            self._zeros |= self._written_zeros()
+            if self.exposes_grad:
+                self._accumulator.ask_for_zeros(self._used - dropped - self._zeros)
             self.zero()
         else:
             self._used -= dropped
@@ -334,6 +339,9 @@ class GradientBuckets:
         if self._state is not _State.LOCAL:
             return
         self._accumulator.zero_stale()
+        if zeros := self._accumulator.take_zeros():
+            self._zeros |= zeros
+            self._used |= zeros
         if not self._sync:
             if self._reduction is not None and not self._is_stashed:
                 self._reduction.end_passes()
@@ -546,9 +554,11 @@ class GradientBuckets:
         kept: set[str] = set()
         if not set_to_none:
             kept = self._zeros | (self.parameters.keys() - set(self.unused_parameters()))
-            kept -= self._accumulator.dropped()
+            kept -= self._accumulator.dropped() | self._hidden.cleared()
         self.zero(set_to_none)
         self._zeros = kept
+        if kept and not self.exposes_grad:
+            self._hidden.show_zeros(kept)
 
     def _written_zeros(self) -> set[str]:
         """Parameters whose gradients the script has set to zeros since they were used. Waits for the device if any."""
@@ -583,7 +593,7 @@ class GradientBuckets:
 
     def consume(self) -> None:
         """Mark the gradients as used: they stay readable until the next backward pass, which starts from zero."""
-        self._hidden.hide()
+        self._hidden.use()
         self._hooks.enable()
         self._state, self._version = _State.CONSUMED, self.version
 

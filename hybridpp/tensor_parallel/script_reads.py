@@ -1,8 +1,8 @@
 """What a script may make, between steps, of weights and gradients of which this rank has a part.
 
 Functions that take several elements of a shard together are refused, and those that fill it with random numbers, which
-ranks draw alike, or by its shape. Where a rank has stages, each of its gradients is whole, and a script that makes
-something of all of them learns that there are others.
+ranks draw alike, or by its shape. Where a rank has stages, each of its weights and gradients is whole, and a script
+that makes something of all of them, or draws random numbers for them, learns that there are others.
 """
 
 import copy
@@ -67,18 +67,23 @@ _PARTS = frozenset(
 
 
 class _Notice:
-    """Tells a script, once, that all gradients that it has read are those of one rank.
+    """Tells a script, once, that all weights or gradients that it has read are those of one rank.
+
+    Args:
+        text: for functions that take the elements of each together.
+        drawn: called with the name of a function that draws random numbers for one.
 
     Attributes:
         left: those that it has not read since the library ran last, by their parameters' ids.
     """
 
-    def __init__(self, text: str):
+    def __init__(self, text: str, drawn: Callable[[str], None]):
         self.left: frozenset[int] = frozenset()
         self._text: str | None = text
+        self.drawn = drawn
 
     def note(self, parts: frozenset[int], function: str) -> None:
-        """A function of torch takes the elements of these gradients together."""
+        """A function of torch takes the elements of each of these together."""
         if not self.left or self._text is None:
             return
         self.left -= parts
@@ -118,6 +123,8 @@ def _run(kinds: Iterable[type], func: Any, args: tuple[Any, ...], kwargs: dict[s
         for source in _sources(args, kwargs):
             if source.sharding is not None:
                 _refuse_drawn(source, source.sharding, drawn)
+            if source.notice is not None:
+                source.notice.drawn(drawn)
     with DisableTorchFunctionSubclass():
         if func == _SET_GRAD and type(args[1]) is WatchedTensor:
             _plain(args[1])
@@ -293,6 +300,8 @@ class WatchedParameter(nn.Parameter):
         return repr(_alias_parameter(self))
 
 
+# Weights of stages are watched so often one after another, in all calls of some steps, and then longer and longer not.
+_NUM_IN_A_ROW = 16
 _KINDS = frozenset((WatchedParameter, WatchedTensor))
 
 
@@ -328,8 +337,9 @@ class ScriptReads:
     """Watches what scripts make of the shards and gradients of a rank that has a part of the model, between steps.
 
     Of a shard and of its gradient, functions that take several elements together are refused. Where ranks have stages,
-    a script that has taken the elements of each gradient together (the terms of a norm over all of them) is told once
-    that the rank has no others.
+    a script that has taken the elements of each gradient or weight together (the terms of a norm over all of them)
+    is told once that the rank has no others, and one that draws random numbers for them that each rank draws its own.
+    To keep steps fast, such weights are watched in some steps.
 
     In a step, all are plain: torch chooses its fast kernels for these only, and reads of any attribute of another class
     take microseconds.
@@ -337,15 +347,42 @@ class ScriptReads:
     Args:
         parameters: of the rank.
         num_stages: of which the rank tells what a script reads; 1: of nothing.
+        ends: whether weights of stages were watched long enough, where no gradient shows; called after the library ran.
+        at_end: called once then.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], num_stages: int = 1):
-        self._notice = _Notice(
-            "{function} and the like were taken of all gradients of one rank, which with "
-            f"pp_size={num_stages} are those of its stages: each number is right, but a norm or a sum over all of them "
-            "is not that of the complete model. optimizer.get_grad_norm(), which every rank calls, is, and "
-            "optimizer.clip_grad_by_norm(max_norm) clips by it."
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        num_stages: int = 1,
+        ends: Callable[[], bool] = lambda: False,
+        at_end: Callable[[], None] = lambda: None,
+    ):
+        self._ends, self._at_end, self._is_over = ends, at_end, False
+        of_rank = f"of one rank, which with pp_size={num_stages} are those of its stages"
+        only_here = (
+            f"{of_rank}: each number is right, but a norm or a sum over all of them is not that of the complete model"
         )
+        self._has_drawn = False
+        self._drawn_text = (
+            f"{{function}} drew random numbers for weights or gradients {of_rank}: ranks that are seeded alike draw "
+            "the same numbers for different weights, and not those of one process. Draw those of each weight with a "
+            "generator of its own, seeded by its name and the step: "
+            "torch.Generator().manual_seed(zlib.crc32(name.encode()) + step)."
+        )
+        self._notice = _Notice(
+            f"{{function}} and the like were taken of all gradients {only_here}. optimizer.get_grad_norm(), which "
+            "every rank calls, is, and optimizer.clip_grad_by_norm(max_norm) clips by it.",
+            self._drawn,
+        )
+        self._of_weights = _Notice(
+            f"{{function}} and the like were taken of all weights {only_here}. Add up the ranks' numbers with "
+            "torch.distributed.all_reduce over plugin.pp_group; let the model's forward compute a penalty in the loss, "
+            "or use weight_decay of the optimizer.",
+            self._drawn,
+        )
+        self._num_watched = 0
+        self._unsharded: list[tuple[nn.Parameter, _Source]] = []
         self._shards: list[tuple[nn.Parameter, _Source]] = []
         self._of_gradients: list[tuple[nn.Parameter, _Source]] = []
         for one in parameters:
@@ -356,6 +393,7 @@ class ScriptReads:
             elif num_stages > 1:
                 source = _Source(None, is_gradient=True, parts=frozenset((id(one),)), notice=self._notice)
                 self._of_gradients.append((one, source))
+                self._unsharded.append((one, source._replace(is_gradient=False, notice=self._of_weights)))
         self._gradients: list[Tensor] = []
         self._depth = 0
 
@@ -366,7 +404,7 @@ class ScriptReads:
 
     def watch(self) -> None:
         """Begin to watch what is there."""
-        if self._depth:
+        if self._depth or self._is_over:
             return
         with DisableTorchFunctionSubclass():
             for parameter, source in self._of_gradients:
@@ -374,9 +412,14 @@ class ScriptReads:
                 if type(gradient) is Tensor:
                     _watch(gradient, WatchedTensor, source)
                     self._gradients.append(gradient)
-        for parameter, source in self._shards:
+        num_blocks = self._num_watched // _NUM_IN_A_ROW
+        is_due = not num_blocks & (num_blocks - 1)
+        for parameter, source in (*self._shards, *(self._unsharded if is_due else ())):
             if type(parameter) is nn.Parameter:
                 _watch(parameter, WatchedParameter, source)
+        self._num_watched += 1
+        trained = frozenset(id(one) for one, _ in self._unsharded if one.requires_grad)
+        self._of_weights.left = trained if is_due else frozenset()
         self._notice.left = frozenset[int]().union(*(one.source.parts for one in self._gradients if _is_watched(one)))
 
     def end_watch(self) -> None:
@@ -385,9 +428,17 @@ class ScriptReads:
             if _is_watched(gradient):
                 _plain(gradient)
         self._gradients.clear()
-        for parameter, _ in self._shards:
+        # Weights of stages are watched seldom, and all of them then.
+        is_watched = bool(self._unsharded) and type(self._unsharded[0][0]) is WatchedParameter
+        for parameter, _ in (*self._shards, *(self._unsharded if is_watched else ())):
             if type(parameter) is WatchedParameter:
                 _plain(parameter, nn.Parameter)
+
+    def _drawn(self, function: str) -> None:
+        """Tell, once, of random numbers for what this rank has."""
+        if not self._has_drawn:
+            self._has_drawn = True
+            get_dist_logger().warning(self._drawn_text.format(function=function.strip("_")))
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -408,7 +459,10 @@ class ScriptReads:
             yield
         finally:
             self._depth -= 1
-            if not self._depth:
+            if not self._depth and not self._shards and self._ends():
+                self._is_over = True
+                self._at_end()
+            elif not self._depth:
                 self.watch()
 
     def around(self, inner: Callable[..., Any] | None) -> Callable[..., Any]:

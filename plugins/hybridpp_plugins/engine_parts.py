@@ -50,6 +50,8 @@ from hybridpp_plugins.unfinished_step import UnfinishedStep
 
 # How long a rank that has lost a peer looks for what says why; then it ends, as others may wait for it.
 _PATIENCE_S = 1.0
+# In which a script may draw random numbers for weights of a stage, or take their norms; gradients are watched in all.
+_NUM_WATCHED_STEPS = 2
 
 
 @dataclass
@@ -174,9 +176,14 @@ class EngineParts:
 
     def watch_parts(self) -> None:
         """From now on, watch what a script makes of weights and gradients of a part of the model between steps."""
-        here, shows_gradients = self.layout.here, self.buckets is not None and self.buckets.exposes_grad
-        tells = shows_gradients and here.dp == here.tp == 0
-        reads = ScriptReads(walk.parameters(self.model), self.layout.pp.size if tells else 1)
+        tells = self.layout.here.dp == self.layout.here.tp == 0
+        is_short = self.buckets is None or not self.buckets.exposes_grad
+        reads = ScriptReads(
+            walk.parameters(self.model),
+            self.layout.pp.size if tells else 1,
+            lambda: is_short and (self.optimizer is None or self.optimizer.num_updates >= _NUM_WATCHED_STEPS),
+            self._end_watch,
+        )
         if not reads.has_parts:
             return
         self.script_reads, self.on_plain_weights = reads, reads.plain
@@ -184,6 +191,12 @@ class EngineParts:
         if self.optimizer is not None:
             self.optimizer.on_plain_weights = reads.plain
         reads.watch()
+
+    def _end_watch(self) -> None:
+        """Watch nothing any more."""
+        self.on_plain_weights = nullcontext
+        if self.optimizer is not None:
+            self.optimizer.on_plain_weights = nullcontext
 
     def no_sync(self) -> AbstractContextManager[None]:
         """A context in which gradients are only accumulated."""

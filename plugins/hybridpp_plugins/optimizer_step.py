@@ -724,6 +724,7 @@ class SteppingOptimizer(WrappedOptimizer):
         rank_progress: told in which call this rank is.
         while_updating: a context to run :meth:`step` in.
         on_plain_weights: a context for what the library does with weights, see :class:`ScriptReads`.
+        num_updates: since boost.
         step_watch: watches what hooks of its step compute; None: this rank has the complete model.
         interruption: notes an error that ends its communication in the middle.
         cleared_digest: of the names whose gradients the script had set to None at the last step; 0: there were none.
@@ -762,7 +763,7 @@ class SteppingOptimizer(WrappedOptimizer):
         self.on_plain_weights: Callable[[], AbstractContextManager[None]] = nullcontext
         self.interruption = Interruption()
         self.step_watch: StepWatch | None = None
-        self._num_updates = 0  # since boost
+        self.num_updates = 0
 
     @property
     def state(self) -> Any:  # type: ignore[override]  # an attribute in torch's class
@@ -932,7 +933,7 @@ class SteppingOptimizer(WrappedOptimizer):
             self.accumulated.used(factor, self._optimizer, self.target),
         ):
             self.target.fetch()
-            self._num_updates += 1
+            self.num_updates += 1
             with self._watched():
                 self._optimizer.step()
         self.target.push()
@@ -942,7 +943,7 @@ class SteppingOptimizer(WrappedOptimizer):
 
     def _watched(self) -> AbstractContextManager[None]:
         """A context for the optimizer's step, in which steps 1, 4, 8, 16 and so on are watched."""
-        number = self._num_updates
+        number = self.num_updates
         if self.step_watch is None or number & (number - 1) or number == 2:
             return nullcontext()
         return self.step_watch.around(number)

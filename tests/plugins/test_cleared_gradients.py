@@ -131,6 +131,20 @@ def test_gradients_that_are_elsewhere_are_there_and_refuse_to_be_read(settings):
             with pytest.raises(ConfigError, match=refused):
                 reads()
         optimizer.step()
+        model.to("cpu")
+        refused = (
+            r"^\d\.\w+\.grad was read or written after optimizer\.step\(\) .* booster\.backward\(loss, optimizer\)"
+        )
+        for reads in (
+            clips,
+            lambda: weight.grad.data.mul_(2),
+            lambda: weight.grad.norm(),
+            lambda: weight.grad.fill_(1),
+            lambda: (weight.float() * 2).sum().backward(),
+        ):
+            with pytest.raises(ConfigError, match=refused):
+                reads()
+        optimizer.zero_grad()
         assert all(parameter.grad is None for parameter in model.parameters())
 
     Loopback(2).run(run)

@@ -263,7 +263,7 @@ def test_in_half_precision_passes_evaluations_and_clipping_go_together():
                 booster.execute_pipeline(iter([batch]), model, model_loss)
             assert optimizer.clip_grad_by_norm(0.05) > 0
             optimizer.step()
-            assert all(parameter.grad is None for parameter in model.parameters())
             optimizer.zero_grad()
+            assert all(parameter.grad is None for parameter in model.parameters())
 
     Loopback(1).run(run)

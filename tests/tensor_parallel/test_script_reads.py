@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+from support import boosted, sgd
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -256,6 +257,52 @@ def test_what_is_made_of_all_gradients_of_a_stage_is_told_once(of, caplog):
     assert "optimizer.get_grad_norm()" in text
 
 
+@pytest.mark.parametrize("of", OVER_ALL)
+def test_what_is_made_of_all_weights_of_a_stage_is_told_once(of, caplog):
+    parameters, reads = of_a_stage()
+    for number in range(40):
+        found = torch.as_tensor(OVER_ALL[of](parameters), dtype=torch.float32)
+        torch.testing.assert_close(found, torch.tensor(9.0 if of == "squares" else 3.0))
+        with reads.plain():
+            OVER_ALL[of](parameters)
+        if number == 32:  # they are watched again in some steps
+            caplog.clear()
+    assert not told(caplog)
+    reads._num_watched = 63
+    parameters, reads = of_a_stage()
+    OVER_ALL[of](parameters)
+    (text,) = told(caplog)
+    assert "taken of all weights of one rank, which with pp_size=2 are those of its stages" in text
+    assert "torch.distributed.all_reduce over plugin.pp_group" in text
+
+
+DRAWS = {
+    "noise like it": lambda p: p.add_(torch.randn_like(p), alpha=0.01),
+    "noise for the gradient": lambda p: p.grad.add_(torch.randn_like(p.grad)),
+    "in place": lambda p: p.normal_(),
+    "data": lambda p: p.data.uniform_(-1, 1),
+    "nn.init": lambda p: nn.init.normal_(p, std=0.02),
+    "dropout": lambda p: F.dropout(p, 0.5),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("of", DRAWS)
+def test_random_numbers_for_a_stage_are_told_once(of, caplog):
+    parameters, _ = of_a_stage()
+    for _ in range(2):
+        for one in parameters:
+            DRAWS[of](one)
+    (text,) = [record.getMessage() for record in caplog.records]
+    assert "drew random numbers for weights or gradients of one rank, which with pp_size=2 are those of its" in text
+    assert "torch.Generator().manual_seed(zlib.crc32(name.encode()) + step)" in text
+    caplog.clear()
+    generator = torch.Generator().manual_seed(0)
+    for one in of_a_stage()[0]:
+        one.add_(torch.randn(one.shape, generator=generator))
+    assert not caplog.records
+
+
 def test_nothing_is_told_of_whole_models():
     assert not ScriptReads([nn.Parameter(torch.ones(2))]).has_parts
 
@@ -265,7 +312,7 @@ def test_some_numbers_of_a_stage_and_what_is_done_to_each_element(caplog):
     parameters, reads = of_a_stage()
     for number in range(4):
         parameters[number % 2].grad.norm().item()
-        OVER_ALL["norms"](parameters)
+        OVER_ALL["norms"](parameters[:1])
         nn.utils.clip_grad_value_(parameters, 0.5)
         gradients = [one.grad for one in parameters]
         copy.deepcopy(gradients)
@@ -363,3 +410,32 @@ def test_weights_that_are_made_whole_are_loaded_into_shards(precision):
 
     loaded = torch.cat(Loopback(2).run(run), 1)
     assert torch.equal(loaded, whole if precision == "fp32" else whole.bfloat16().float())
+
+
+@pytest.mark.parametrize("settings", [{}, {"precision": "bf16"}, {"zero_stage": 1}], ids=str)
+def test_a_boosted_models_stages_are_watched_between_steps_only(settings, caplog):
+    x = torch.arange(8).view(2, 4)
+
+    def run():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 16))
+        booster, model, optimizer = boosted(model, sgd, x[:1], pp_size=2, num_microbatches=2, **settings)
+        kinds = []
+        model.register_forward_hook(lambda *_: kinds.extend(map(type, model.parameters())))
+        for _ in range(4):
+            booster.execute_pipeline(
+                iter([x]), model, lambda y, x: F.cross_entropy(y.flatten(0, 1), x.flatten()), optimizer
+            )
+            optimizer.step()
+            with booster.unsharded(model), torch.no_grad():
+                stack_overflow(model.parameters())
+                for one in model.parameters():
+                    one.mul_(0.99).add_(torch.randn_like(one), alpha=0.01)
+            optimizer.zero_grad()
+        return set(kinds)
+
+    num_ranks = 4 if "zero_stage" in settings else 2
+    assert WatchedParameter not in Loopback(num_ranks).run(run)[0]
+    texts = [one.getMessage() for one in caplog.records]
+    for words in ("randn_like drew random numbers for weights or", "norm and the like were taken of all weights of"):
+        assert len([text for text in texts if words in text]) == 2, "once on each stage"
