@@ -1,14 +1,25 @@
 """State that the model's forward keeps for its next call: it is updated by each micro-batch, and on each replica."""
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
 
 from hybridpp.cluster import gather_objects, get_dist_logger
+from hybridpp.nn.torch_private import is_functorch_active
 from hybridpp.partition import KeptState, KeptValue, StagedModel
 from hybridpp_plugins.layout import Layout
 
 _END = "at the end of a step, which tells what the forward keeps"
 _MOST_NAMED = 4
+_OWN = (
+    "the forward reads what its last call has left in {names}, and each of the {num_replicas} replicas keeps its own. "
+    "That is right for what depends on no data, and for state of samples that the replica's loader keeps in their "
+    "places. Else all-reduce it over plugin.dp_group in the script, or make it a persistent buffer, of which replicas "
+    "take the first one's."
+)
 # With one micro-batch, the second call is in the second step.
 _MAX_STEPS = 2
 
@@ -96,13 +107,13 @@ class KeptStateCheck:
         kept = [name for name, (_, is_set_once) in found.items() if not is_set_once]
         num_replicas = self._layout.dp.size
         if once:
-            self._warn(
+            _warn(
                 f"the first call of the forward has set the weights {_named(once)}, and the second has not: what "
                 f"depends on samples is of the first of {self._most} micro-batches only. Set them with a whole batch "
                 "before booster.boost, or use num_microbatches=1."
             )
         if kept and self._most > 1:
-            self._warn(
+            _warn(
                 f"the forward reads what its last call has left in {_named(kept)}, and changes it. It is called once "
                 f"for each of {self._most} micro-batches{' of each replica' if num_replicas > 1 else ''}, parts of the "
                 "batch, so that results depend on num_microbatches. Use num_microbatches=1, or make the change in the "
@@ -110,15 +121,53 @@ class KeptStateCheck:
             )
         own = [name for name, (is_shared, _) in found.items() if not is_shared]
         if own and num_replicas > 1:
-            self._warn(
-                f"the forward reads what its last call has left in {_named(own)}, and each of the {num_replicas} "
-                "replicas keeps its own. That is right for what depends on no data, and for state of samples that the "
-                "replica's loader keeps in their places. Else all-reduce it over plugin.dp_group in the script, or "
-                "make it a persistent buffer, of which replicas take the first one's."
-            )
+            _warn(_OWN.format(names=_named(own), num_replicas=num_replicas))
 
-    def _warn(self, text: str) -> None:
-        get_dist_logger().warning(text, ranks=[0])
+
+class KeptStateInCalls:
+    """Looks at the script's own calls of a model in training: 1 and 2, 4 and 5, 8 and 9 and so on, with one warning.
+
+    Args:
+        model: the user's.
+        num_replicas: more than one.
+    """
+
+    def __init__(self, model: nn.Module, num_replicas: int):
+        self._model, self._num_replicas = model, num_replicas
+        self._num_calls = 0
+        self._state: KeptState | None = None
+        self._reported: set[str] = set()
+
+    def around(self, inner: Callable[..., Any] | None) -> Callable[..., Any]:
+        """A wrapper of the script's own calls of the model; ``inner`` wraps them inside."""
+
+        def run(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not torch.is_grad_enabled() or not self._model.training or is_functorch_active():
+                return inner(forward, args, kwargs) if inner else forward(*args, **kwargs)
+            self._num_calls = number = self._num_calls + 1
+            if number != 2 and not number & (number - 1):
+                self._state = KeptState(self._model)
+            elif number != 2 and (number - 1) & (number - 2):
+                self._state = None
+            with nullcontext() if self._state is None else self._state.watching(0, (), (args, kwargs)):
+                outputs = inner(forward, args, kwargs) if inner else forward(*args, **kwargs)
+            if self._state is not None and self._state.found:
+                self._tell(self._state.found)
+                self._state = None
+            return outputs
+
+        return run
+
+    def _tell(self, found: Collection[KeptValue]) -> None:
+        # Of persistent buffers and frozen parameters another warning tells.
+        own = [one.name for one in found if not one.is_shared and one.name not in self._reported]
+        if own:
+            self._reported.update(own)
+            _warn(_OWN.format(names=_named(own), num_replicas=self._num_replicas))
+
+
+def _warn(text: str) -> None:
+    get_dist_logger().warning(text, ranks=[0])
 
 
 def _named(names: list[str]) -> str:

@@ -14,6 +14,7 @@ from hybridpp.nn import walk
 from hybridpp.nn.torch_private import DisableTorchFunctionSubclass, is_functorch_active
 from hybridpp.partition.compiled import is_compiled_by_script
 from hybridpp.pipeline import GraphLoss, LossTrace, read_loss, weigh
+from hybridpp.pipeline.batch_statistics import StatisticsWatch
 from hybridpp.pipeline.loss_coupling import LossSection, mark_outputs, num_samples_of
 from hybridpp.pipeline.loss_form import ADVICE
 from hybridpp.pipeline.loss_graph import Site
@@ -59,6 +60,13 @@ _UNKNOWN = (
 )
 
 
+_STATISTICS = (
+    "the model applies a statistic of all samples of a replica's batch to each of them ({why}), as batch normalisation "
+    "does, so results depend on the number of replicas. If they must not, let the statistic be of each sample, or "
+    "average it over plugin.dp_group. num_items, given to booster.backward on all replicas, disables this warning."
+)
+
+
 def _warn(text: str) -> None:
     get_dist_logger().warning(text, ranks=[0])
 
@@ -77,7 +85,7 @@ class ManualLosses:
         self._group, self._device = group, device
         self._kinds, self._sizes, self._has_nothing = 0, 0, False
         self._has_warned = False
-        self._num_watched = 0
+        self._num_watched, self._statistics, self._has_warned_of_statistics = 0, "", False
         self._looked_at: set[int] = set()
         self._searches: dict[int, SumSearch] = {}
 
@@ -88,15 +96,18 @@ class ManualLosses:
             if not torch.is_grad_enabled() or is_functorch_active():
                 return inner(forward, args, kwargs)
             given = tensors_of((args, kwargs))
-            num_samples, trace = num_samples_of(given), None
+            num_samples, trace, watch = num_samples_of(given), None, None
             if num_samples and self._num_watched < _MAX_WATCHED:
                 self._num_watched += 1
                 # A compiler that the script has called would trace what watches.
                 if not any(map(is_compiled_by_script, walk.modules(model))):
                     trace = LossTrace([args, kwargs], num_samples)
+                    watch = StatisticsWatch([args, kwargs], num_samples, 0, (), is_last=True)
             shapes = [tuple(tensor.shape) for tensor in given]
-            with trace or nullcontext():
+            with watch or nullcontext(), trace or nullcontext():
                 outputs = inner(forward, args, kwargs)
+            if watch is not None:
+                self._statistics = self._statistics or watch.found
             with DisableTorchFunctionSubclass():
                 mark_outputs(list(map(end_of, tensors_of(outputs))), num_samples, trace, shapes)
             return outputs
@@ -146,6 +157,9 @@ class ManualLosses:
                     self._warn_once(_UNKNOWN.format(why=how))
         self._note(kind, size)
         weights = self._weights([float(is_syncing), float(kind), float(bool(why))], counts, is_new=is_new, why=why)
+        if self._statistics and num_items is None and not self._has_warned_of_statistics:
+            self._has_warned_of_statistics = True
+            _warn(_STATISTICS.format(why=self._statistics))
         if len(counts) < len(sites):
             sites = list(dict.fromkeys(sites))
             weights = weights[:1].expand(len(sites))

@@ -26,6 +26,7 @@ from hybridpp.tensor_parallel import sharding_of
 from hybridpp_plugins.apply_tp import AppliedTensorParallel, apply_tensor_parallel
 from hybridpp_plugins.engine import Engine
 from hybridpp_plugins.failed_pass import FailedPass
+from hybridpp_plugins.kept_state_check import KeptStateInCalls
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.manual_forward import ManualCallRecorder
 from hybridpp_plugins.manual_loss import ManualLosses
@@ -147,6 +148,7 @@ def boost(parts: Boosted, context: BoostContext, index: int, compared: ComparedF
         if boosted.manual_losses is not None:
             assert staged.around_call is not None, "it explains errors, at least"
             staged.around_call = boosted.manual_losses.around(staged.around_call, model)
+            staged.around_call = KeptStateInCalls(model, layout.dp.size).around(staged.around_call)
     engine = Engine(
         adapter=adapter,
         staged=staged,

@@ -121,3 +121,26 @@ def test_what_replicas_begin_to_keep_later_is_named_once(caplog):
     Loopback(2).run(lambda: train(RecurrentLater, 32, dp_size=2))
     (warning,) = [record.getMessage() for record in caplog.records]
     assert "has left in 0.h, 1.h, and each of the 2 replicas keeps its own" in warning
+
+
+@pytest.mark.parametrize("make", [Recurrent, RecurrentLater, Centred])
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_a_loop_that_calls_the_model_is_told_of_what_replicas_keep(make, zero_stage, caplog):
+    def run(num_replicas):
+        torch.manual_seed(0)
+        blocks = [make(), make()]
+        booster, model, optimizer = boosted(nn.Sequential(*blocks), sgd, torch.ones(4, WIDTH), zero_stage=zero_stage)
+        for number in range(20):
+            for block in blocks:
+                block.begins = number >= 4
+            loss = model(torch.randn(4, WIDTH)).square().mean()
+            booster.backward(loss, optimizer, num_items=1)
+            optimizer.step()
+
+    Loopback(2).run(lambda: run(2))
+    (text,) = [text for one in caplog.records if "its last call" in (text := one.getMessage())]
+    assert ("0.mean" if make is Centred else "0.h, 1.h") in text
+    assert "each of the 2 replicas keeps its own" in text
+    caplog.clear()
+    run(1)
+    assert not [one for one in caplog.records if "its last call" in one.getMessage()]

@@ -481,6 +481,52 @@ def test_a_loop_whose_loss_couples_samples_later_on_is_refused_then():
     Loopback(2).run(run)
 
 
+class Scaled(Tagger):
+    """Divides by what it makes of all samples: a number without a graph."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x):
+        out = super().forward(x)
+        return out * self.scale(out.detach())
+
+
+def _scaled_by(scale):
+    torch.manual_seed(0)
+    return Scaled(scale)
+
+
+@pytest.mark.parametrize(
+    ("scale", "how"),
+    [
+        (lambda out: 1 / out.std(), "mul of samples and of their std"),
+        (lambda out: 1 / out.std().item(), "mul of samples and of a number that is read of all of them"),
+        (lambda out: 2.0 if out.abs().max() > 0.1 else 1.0, "a branch by their max"),
+    ],
+)
+def test_a_loop_whose_model_scales_by_all_samples_is_told_once(scale, how, monkeypatch):
+    loss_of = lambda model, rows, step: model(rows).square().mean()  # noqa: E731
+    said = _said_of(loss_of, monkeypatch, _TEN, model=lambda: _scaled_by(scale))
+    assert len(said) == 2, "one on each replica, of which the first one's is shown"
+    assert how in said[0]
+    of_each = _said_of(loss_of, monkeypatch, _TEN, model=lambda: _scaled_by(lambda out: 1 / out.std(-1, keepdim=True)))
+    assert not of_each
+
+
+def test_a_loop_that_declares_its_items_is_not_told_of_statistics(monkeypatch):
+    said = []
+    monkeypatch.setattr("hybridpp_plugins.manual_loss._warn", said.append)
+
+    def run():
+        booster, model, optimizer = boosted(_scaled_by(lambda out: 1 / out.std().item()), sgd, _TEN[:2])
+        booster.backward(model(_TEN[:5]).square().mean(), optimizer, num_items=1)
+
+    Loopback(2).run(run)
+    assert not said
+
+
 class Balanced(Tagger):
     """Returns what is no sum over samples: numbers of each pair, and a balance of all."""
 
