@@ -274,9 +274,10 @@ class HiddenGradient(Tensor):
     _use: _Use
 
     @staticmethod
-    def __new__(cls, parameter: str, like: Tensor, use: _Use) -> "HiddenGradient":
-        """The gradient of ``parameter``, which is ``like`` this tensor."""
-        made: Any = make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device)
+    def __new__(cls, parameter: str, like: Tensor, use: _Use, **converted: Any) -> "HiddenGradient":
+        """The gradient of ``parameter``, which is ``like`` this tensor, but for what is ``converted``."""
+        kind = {"dtype": like.dtype, "device": like.device, **converted}
+        made: Any = make_wrapper_subclass(cls, like.shape, strides=like.stride(), **kind)
         made._parameter, made._use = parameter, use
         return cast(HiddenGradient, made)
 
@@ -294,11 +295,12 @@ class HiddenGradient(Tensor):
                 "parameter.grad = None, model.zero_grad() and optimizer.zero_grad() drop them."
             )
         operation = schema_of(func).name.rpartition("::")[2]
-        if operation in ("detach", "alias"):  # also for ``.data``
-            return cls(name, found[0], use)
+        if operation in ("detach", "alias", "_to_copy"):  # for ``.data``, and where a script converts the model
+            given = {key: value for key, value in (kwargs or {}).items() if key in ("dtype", "device") and value}
+            return cls(name, found[0], use, **given)
         values = args[1] if len(args) > 1 else 0
         is_zero = not values.any() if isinstance(values, Tensor) else values == 0
-        if operation not in _ZEROING or not is_zero:
+        if operation.strip("_").removeprefix("foreach_") not in _ZEROING or not operation.endswith("_") or not is_zero:
             raise ConfigError(
                 f"{name}.grad was read or written after optimizer.step() had used it: in bf16, in fp16 and with ZeRO "
                 "the gradients are not there. optimizer.gradients() returns those of the step, clipped, until the next "
@@ -312,8 +314,8 @@ class HiddenGradient(Tensor):
         return f"HiddenGradient({self._parameter!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-# Operators that make zeros, with 0 or no number.
-_ZEROING = frozenset(("zero_", "fill_", "mul_", "copy_", "_foreach_zero_", "_foreach_mul_"))
+# Operators that make zeros in place, with 0 or no number.
+_ZEROING = frozenset(("zero", "fill", "mul", "copy"))
 
 
 class HiddenGradients:

@@ -234,7 +234,7 @@ def unit_of(count: Count) -> str:
     sources: set[str] = set()
     pending = [count]
     for one in pending:
-        if one.function is _entry:
+        if one.function in (_entry, _sizes):
             sources.add(str(one.args[0]))
         pending += one._inner()
     return ", ".join(sorted(sources)) or "samples"
@@ -247,6 +247,37 @@ def num_rows() -> Count:
 
 def _rows() -> None:
     raise AssertionError("known with the inputs")
+
+
+def sizes_of(prefix: Path, suffix: Path, kind: str) -> Count:
+    """The sizes of the tensors at a path of each entry of a list, such as the boxes of each image, added up.
+
+    Args:
+        prefix: where the inputs hold the list.
+        suffix: where each of its entries holds a tensor.
+        kind: ``"size"``: of dimension 0; ``"numel"``: all elements.
+    """
+    return Count(_sizes, (prefix, suffix, kind))
+
+
+def _sizes(prefix: Path, suffix: Path, kind: str) -> None:
+    raise AssertionError("read from the inputs")
+
+
+def _at(inputs: Any, path: Path) -> Any:
+    """What the inputs hold at a path.
+
+    Raises:
+        NotCountedError: a list is too short.
+    """
+    found = inputs
+    try:
+        for key in path:
+            found = found[key]
+    except IndexError as error:
+        where = "".join(f"[{key!r}]" for key in path)
+        raise NotCountedError(f"it reads {where} of the batch, which not every part of it has") from error
+    return found
 
 
 def size(tensor: Any, dim: int) -> Any:
@@ -306,7 +337,7 @@ def _name_of(count: Count) -> str:
     return getattr(count.function, "__name__", "")
 
 
-_OF_SIZES = frozenset([size, numel, _rows])
+_OF_SIZES = frozenset([size, numel, _rows, _sizes])
 # What they get as plain numbers may be sizes of a micro-batch.
 _RESIZING = frozenset(["view", "reshape", "expand", "repeat", "unflatten", "split", "chunk", "narrow", "room", "pad"])
 # What they compare with, and the indices that they get, tell groups of samples apart.
@@ -389,15 +420,13 @@ class _Values:
         if count.function is _rows and self._num_samples is not None:
             return self._num_samples
         if count.function is _entry:
-            found = self._inputs
-            try:
-                for key in count.args[0]:
-                    found = found[key]
-            except IndexError as error:
-                where = "".join(f"[{key!r}]" for key in count.args[0])
-                raise NotCountedError(f"it reads {where} of the batch, which not every part of it has") from error
+            found = _at(self._inputs, count.args[0])
             self._device = found.device
             return found.detach()
+        if count.function is _sizes:
+            prefix, suffix, kind = count.args
+            tensors = [_at(one, suffix) for one in _at(self._inputs, prefix)]
+            return sum(one.numel() if kind == "numel" else one.shape[0] for one in tensors)
         # Counts first: they tell the device that the rest is on.
         inner: list[Count] = []
         _each((count.args, count.kwargs), inner)

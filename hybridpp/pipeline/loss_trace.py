@@ -19,12 +19,14 @@ from hybridpp.pipeline.loss_items import (
     SAME_DEVICE,
     Constant,
     Count,
+    Path,
     TracedFloat,
     TracedInt,
     at_least,
     count_of,
     counted_targets,
     entry,
+    entry_path,
     num_rows,
     number,
     numel,
@@ -32,6 +34,7 @@ from hybridpp.pipeline.loss_items import (
     row_of,
     single,
     size,
+    sizes_of,
     traced,
     written,
 )
@@ -103,7 +106,8 @@ _DIVIDING_IN_PARTS = frozenset(["chunk", "split", "split_with_sizes", "tensor_sp
 _TO_SCALAR = frozenset(["dot", "vdot", "inner", "matmul"])
 _PLAIN_NUMBERS = frozenset(["int", "float", "len", "index", "bool", "item"])
 # What they return is not followed.
-_PLAIN_ARRAYS = frozenset(["tolist", "numpy"])
+_PLAIN_ARRAYS = frozenset(["tolist", "numpy", "array"])
+_FROM_PYTHON = frozenset(["as_tensor", "tensor", "from_numpy"])
 # They choose or weigh samples by how their numbers are ordered, or leave some out. By chance, halves may agree.
 _ORDERING = frozenset(
     [
@@ -230,6 +234,8 @@ class LossTrace(WatchingMode):
         self.in_criterion, self.is_empty, self.has_read, self.has_branched = False, False, False, False
         self.loops_over_values = False
         self.guessed: list[float] = []
+        # Whether the script has taken numbers of what the model computed to where no call is followed.
+        self._reads_model = False
         self._zeros: list[Count] = []
         self._zero: dict[int, Any] = {}
         self._tree = trees[0] if trees else None
@@ -412,6 +418,11 @@ class LossTrace(WatchingMode):
         models = [(tensor, what) for tensor, what in zip(given, known, strict=True) if isinstance(what, _OfModel)]
         if name in SIZES or (name == "len" and models):
             return self._sizes(name, args, kwargs, result, known[0] if known else None)
+        if name in _FROM_PYTHON and not known and self._reads_model and not _has_traced((args, kwargs)):
+            if result.dim() and not result.is_floating_point():
+                # Indices that a script computes of outputs, by scipy's assignment of boxes for example.
+                self._note(result, _OfModel(is_observed=True))
+            return None
         if name == "iter":
             return iter(self._rows_of(args[0], list(result), known[0]))
         if name == "expand_as" and isinstance(known[0], Count) and len(given) == 2 and models:
@@ -639,7 +650,8 @@ class LossTrace(WatchingMode):
             self._derivatives(args, kwargs, result, models)
             return
         if not isinstance(result, Tensor):
-            if isinstance(result, list | tuple):
+            self._reads_model |= name in _PLAIN_ARRAYS
+            if isinstance(result, list | tuple) and name not in _PLAIN_ARRAYS:
                 tensor, what = models[0]
                 samples, dim = self.samples_of(tensor), (args[1:] or (kwargs.get("dim", 0),))[0]
                 if name == "unbind" and (dim == 0 or (samples is not None and dim % tensor.dim() == samples.dim)):
@@ -1123,6 +1135,8 @@ class LossTrace(WatchingMode):
         if is_own and (found := next((one for seen, one in newest if seen is value), None)) is not None:
             return found
         counts = dict.fromkeys(one for seen, one in newest if seen == value)
+        if (total := self._total_like(value)) is not None:
+            counts = {total: None} | (counts if self._num_samples > 1 else {})
         if not counts and isinstance(value, float):
             counts = dict.fromkeys(one for seen, one in newest if seen and abs(value - seen) <= 1e-4 * abs(seen))
         if not counts:
@@ -1132,6 +1146,48 @@ class LossTrace(WatchingMode):
         meanings = [*counts, None]
         self.num_choices = max(self.num_choices, 2 * len(meanings))
         return None if is_constant else meanings[min(self._choice // 2, len(meanings) - 1)]
+
+    def _total_like(self, value: float) -> Count | None:
+        """The sum of the lengths of tensors in a list of samples that a plain number equals; None: there is none."""
+        return next((count for total, count in self._totals() if total == value), None)
+
+    def _totals(self) -> list[tuple[float, Count]]:
+        """The lengths of tensors in lists with an entry for each sample, added up, where the script has read all."""
+        lengths: dict[tuple[Path, Path], dict[int, float]] = {}
+        for seen, count in self._numbers:
+            for (prefix, suffix, _), index in _sizes_in(count):
+                lengths.setdefault((prefix, suffix), {})[index] = seen
+        totals: list[tuple[float, Count]] = []
+        for place, found in lengths.items():
+            if len(found) == self._num_samples:
+                made = sizes_of(*place, "size")
+                totals.append((sum(found.values()), self._count(made.function, *made.args)))
+        return totals
+
+    def _total_of(self, count: Count) -> Count:
+        """The same number, where it adds up sizes of tensors in a list of samples, as that of any such list."""
+        pending, found = [count], []
+        for one in pending:
+            name, inner = function_name(one.function), one.args[0] if one.args else None
+            is_size = one.function is numel or (one.function is size and one.args[1] == 0)
+            if name in _ADDING and not one.kwargs and not name.endswith("sub"):
+                pending += [part for part in one.args if isinstance(part, Count)]
+                if any(not isinstance(part, Count) and part for part in one.args):
+                    return count
+            elif is_size and isinstance(inner, Count) and function_name(inner.function) in ("cat", "concat"):
+                if inner.args[1:] not in ((), (0,)) or inner.kwargs:
+                    return count
+                pending += [self._count(one.function, part, *one.args[1:]) for part in inner.args[0]]
+            else:
+                found.append(one)
+        places = [_sizes_in(one) for one in found]
+        shared = set.intersection(*({place for place, _ in one} for one in places)) if places else set()
+        for place in shared:
+            indices = [index for one in places for own, index in one if own == place]
+            if sorted(indices) == list(range(self._num_samples)):
+                made = sizes_of(*place)
+                return self._count(made.function, *made.args)
+        return count
 
     def _is_constant_factor(self, is_divisor: bool) -> bool:
         """Whether a number is taken for a constant: as a factor first, as scripts weigh their terms with 2."""
@@ -1153,7 +1209,7 @@ class LossTrace(WatchingMode):
 
     def _factor(self, value: Any, power: int) -> TermFactor | None:
         if isinstance(value, TracedInt | TracedFloat):
-            return TermFactor(value.count, power)
+            return TermFactor(self._total_of(value.count), power)
         if isinstance(value, Tensor) and value.numel() == 1 and isinstance(known := self._of(value), Count):
             return TermFactor(known, power)
         found = self._number_like(value, is_constant=self._is_constant_factor(power < 0))
@@ -1173,10 +1229,15 @@ class LossTrace(WatchingMode):
         if type(value) not in (int, float):
             return None
         counts = [one for one in self._counts.values() if one.limits.get(float(value))]
-        if not counts and value > 0 and len(self._zeros) == 1 and not any(term.factors for term in terms):
+        if not counts and value > 0 and not any(term.factors for term in terms):
             # The script has compared a plain number, which is not seen.
-            counts = self._zeros
-            self.guessed.append(float(value))
+            totals = [] if any(term.row for term in terms) else self._totals()
+            if any(total == value for total, _ in totals):
+                return None
+            zeros = [count for total, count in totals if not total] or self._zeros
+            if len(zeros) == 1:
+                counts = zeros
+                self.guessed.append(float(value))
         return self._count(at_least, counts[-1], float(value)) if counts else None
 
     def _added(
@@ -1381,6 +1442,18 @@ def _with(value: Any, old: Tensor, new: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_with(one, old, new) for one in value)
     return value
+
+
+def _sizes_in(count: Count) -> list[tuple[tuple[Path, Path, str], int]]:
+    """Where a list may be of which a count is the size of a tensor in one entry, what size, and of which entry."""
+    is_size = count.function is numel or (count.function is size and count.args[1] == 0)
+    path = entry_path(count.args[0]) if is_size and isinstance(count.args[0], Count) else None
+    kind = "numel" if count.function is numel else "size"
+    return (
+        [((path[:at], path[at + 1 :], kind), key) for at, key in enumerate(path or ()) if type(key) is int]
+        if path
+        else []
+    )
 
 
 def _entry_of(values: Any, index: int) -> Any:

@@ -130,11 +130,10 @@ class CriterionTrials:
         return self.again(*self._twice(outputs, inputs, count))
 
     def _twice(self, outputs: Any, inputs: Any, count: int) -> tuple[Any, Any]:
-        listed = self.of_lists(inputs, count, lambda entries: entries * 2)
-        lengths = self._lengths(inputs, count)
+        lengths, twice = self._lengths(inputs, count), self.twice_inputs(inputs, count)
         if lengths is not None:
-            return some_sequences(outputs, lengths, [*range(count)] * 2), self.twice_inputs(listed, count)
-        return duplicate_samples(outputs, count, self._out_dims), self.twice_inputs(listed, count)
+            return some_sequences(outputs, lengths, [*range(count)] * 2), twice
+        return duplicate_samples(outputs, count, self._out_dims), twice
 
     def _lengths(self, inputs: Any, num_samples: int) -> Sequence[int] | None:
         """Of the samples, if they are the sequences of a packed row."""
@@ -143,7 +142,8 @@ class CriterionTrials:
 
     def twice_inputs(self, inputs: Any, num_samples: int) -> Any:
         """Inputs with their samples duplicated."""
-        return duplicate_inputs(inputs, num_samples, self._pipeline.batch_dims or 0)
+        listed = self.of_lists(inputs, num_samples, lambda entries: entries * 2)
+        return duplicate_inputs(listed, num_samples, self._pipeline.batch_dims or 0)
 
     def part_of(self, inputs: Any, num_samples: int, samples: slice) -> Any:
         """The inputs of some samples."""

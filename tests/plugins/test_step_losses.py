@@ -2050,3 +2050,120 @@ def test_a_number_that_items_depend_on_may_not_change(power, num_microbatches, d
     if dp_size == 1:
         assert found[0][0] == pytest.approx(loss.item(), rel=1e-5)
     assert_near(found[0][1], {name: one.grad for name, one in model.named_parameters()})
+
+
+class _Queries(nn.Module):
+    """Boxes and classes for a number of queries, as a detector with a decoder makes them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.queries, self.classes, self.boxes = nn.Linear(8, 6 * 8), nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, input):
+        of_queries = self.queries(input).view(-1, 6, 8).tanh()
+        return {"classes": self.classes(of_queries), "boxes": self.boxes(of_queries).sigmoid()}
+
+
+@torch.no_grad()
+def _assigned(o, targets):
+    """Of each image, the queries that are assigned to its boxes, as scipy gives them: arrays without a device."""
+    found = []
+    for boxes, one in zip(o["boxes"], targets, strict=True):
+        costs = torch.cdist(boxes, one["boxes"], p=1).cpu().numpy()
+        free = list(range(len(costs)))
+        rows = [free.pop(int(costs[free, column].argmin())) for column in range(costs.shape[1])]
+        found.append(torch.as_tensor(rows, dtype=torch.int64))
+    return found
+
+
+def _detection(count_of):
+    """DETR's loss: classes of all queries, and distances of boxes over the number of boxes in the batch."""
+
+    def criterion(o, i):
+        targets = i["targets"]
+        queries = _assigned(o, targets)
+        images = torch.cat([torch.full_like(one, n) for n, one in enumerate(queries)])
+        queries = torch.cat(queries)
+        classes = torch.full(o["classes"].shape[:2], 3)
+        classes[images, queries] = torch.cat([one["labels"] for one in targets])
+        of_classes = F.cross_entropy(o["classes"].transpose(1, 2), classes)
+        boxes = torch.cat([one["boxes"] for one in targets])
+        distances = F.l1_loss(o["boxes"][images, queries], boxes, reduction="none").sum() / count_of(targets)
+        return of_classes + 5 * distances
+
+    return criterion
+
+
+def _labelled(counts):
+    batch = _boxes(counts)
+    generator = torch.Generator().manual_seed(1)
+    for one in batch["targets"]:
+        one["labels"] = torch.randint(0, 3, (len(one["boxes"]),), generator=generator)
+    return batch
+
+
+COUNTS_OF_BOXES = {
+    "len": lambda targets: max(sum(len(one["labels"]) for one in targets), 1),
+    "shape": lambda targets: sum(one["boxes"].shape[0] for one in targets),
+    "numel": lambda targets: sum(one["labels"].numel() for one in targets),
+    "float": lambda targets: max(float(sum(len(one["boxes"]) for one in targets)), 1.0),
+    "item": lambda targets: torch.as_tensor([sum(len(one["boxes"]) for one in targets)]).clamp(min=1).item(),
+    "cat": lambda targets: torch.cat([one["labels"] for one in targets]).numel(),
+}
+
+
+@pytest.mark.parametrize("counted", COUNTS_OF_BOXES)
+@pytest.mark.parametrize(
+    "settings", [{"num_microbatches": 2}, {"num_microbatches": 4, "pp_size": 2}, {"dp_size": 2}], ids=str
+)
+def test_a_term_over_the_boxes_of_all_images_counts_by_their_number(counted, settings):
+    criterion = _detection(COUNTS_OF_BOXES[counted])
+    fewest = 0 if counted in ("len", "float", "item") else 1  # which divide by 1 where there is no box
+    given = [_labelled(counts) for counts in ([3, 1, 2, 4], [1, 2, 1, 1], [5, 1, fewest, 3])]
+    given[1]["targets"].reverse()
+    dp_size = settings.get("dp_size", 1)
+    layout = {"num_microbatches": 1, **settings, "batch_dims": {"targets": "list"}}
+    layout.pop("dp_size", None)
+
+    def run():
+        sample = first_microbatch({"input": given[0]["input"][: 4 // dp_size]}, layout | {"batch_dims": 0})
+        booster, model, optimizer = boosted(_Queries(), sgd, sample, **layout)
+        replica, losses = booster.plugin.layout.here.dp, []
+        for one in given:
+            part = replica_part(one, replica, dp_size)
+            losses.append(booster.execute_pipeline(iter([part]), model, criterion, optimizer)["loss"].item())
+            optimizer.step()
+        return losses, {name: one.detach().clone() for name, one in model.named_parameters() if not one.is_meta}
+
+    ranks = Loopback(layout.get("pp_size", 1) * dp_size).run(run)
+    model = _Queries()
+    optimizer = sgd(model.parameters())
+    for one in given:
+        optimizer.zero_grad()
+        criterion(model(one["input"]), one).backward()
+        optimizer.step()
+    weights = {name: value for _, found in ranks for name, value in found.items()}
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(weights[name], value.detach(), atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_boxes_that_are_as_many_as_images_at_first_are_counted():
+    given = [_labelled(counts) for counts in ([1, 1, 1, 1], [3, 1, 2, 4])]
+
+    def run():
+        booster, model, optimizer = boosted(_Queries(), sgd, {"input": given[0]["input"][:2]}, **_BOXES)
+        for one in given:
+            booster.execute_pipeline(iter([one]), model, _detection(COUNTS_OF_BOXES["len"]), optimizer)
+            optimizer.step()
+        return {name: one.detach().clone() for name, one in model.named_parameters()}
+
+    model = _Queries()
+    optimizer = sgd(model.parameters())
+    for one in given:
+        optimizer.zero_grad()
+        _detection(COUNTS_OF_BOXES["len"])(model(one["input"]), one).backward()
+        optimizer.step()
+    (found,) = Loopback(1).run(run)
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(found[name], value.detach(), atol=1e-6, rtol=1e-5, msg=name)
