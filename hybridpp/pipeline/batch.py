@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybridpp.errors import DataError
 from hybridpp.nn.torch_private import pytree
-from hybridpp.pipeline.batch_dims import Dims, PerSample, leaf_dims, mark_sample_lists
+from hybridpp.pipeline.batch_dims import Dims, PerSample, leaf_dims, mark_sample_lists, with_sample_lists
 from hybridpp.pipeline.loss_items import LossForm, Measured, NotCountedError, ReplicaCounts, add_up
 from hybridpp.pipeline.packed_rows import Lengths, Rows, mark_rows, shared_entries, size_of_samples
 
@@ -54,6 +54,7 @@ class SplitBatch:
         form: what its loss is a mean over, where that was found.
         has_total: whether it holds ``num_items_in_batch``.
         counted_items: what its loss is a mean over, where that is only reported; a tensor if a device counts it.
+        dims: where the samples are, with the lists of samples that it shows itself.
     """
 
     microbatches: tuple[Microbatch, ...] = ()
@@ -64,6 +65,7 @@ class SplitBatch:
     form: LossForm | None = None
     has_total: bool = False
     counted_items: float | Tensor | None = None
+    dims: Dims = 0
 
     @property
     def reported_items(self) -> float | Tensor:
@@ -141,6 +143,9 @@ def num_samples(batch: Any, dims: Dims = 0) -> int:
     Raises:
         DataError: the tensors disagree, there is none, one lacks the dimension, or the batch is empty.
     """
+    if not _is_flat(batch):
+        dims = with_sample_lists(batch, dims)
+        batch = mark_sample_lists(batch, dims)
     return _num_samples(mark_rows(batch, dims), dims, is_split=True)
 
 
@@ -246,7 +251,9 @@ def split_batch(
     Raises:
         DataError: see :func:`num_samples`; or what the loss is a mean over cannot be counted in this batch.
     """
-    full_batch, batch = batch, batch if isinstance(dims, int) and _is_flat(batch) else mark_sample_lists(batch, dims)
+    is_flat, full_batch = _is_flat(batch), batch
+    dims = dims if is_flat else with_sample_lists(batch, dims)
+    batch = batch if is_flat and isinstance(dims, int) else mark_sample_lists(batch, dims)
     batch = mark_rows(batch, dims)
     samples = _num_samples(batch, dims, is_split=num_microbatches is None or num_microbatches > 1)
     sizes = _microbatch_sizes(samples, num_microbatches, microbatch_size)
@@ -272,7 +279,9 @@ def split_batch(
         total = sum(items)
         shares = [count / total if total else 0.0 for count in items]
     has_total = isinstance(batch, dict) and batch.get(TOTAL_KEY) is not None
-    split = SplitBatch(tuple(map(Microbatch, inputs, sizes, shares)), total, full_batch, sums, has_total=has_total)
+    split = SplitBatch(
+        tuple(map(Microbatch, inputs, sizes, shares)), total, full_batch, sums, has_total=has_total, dims=dims
+    )
     form = None if form_of is None else form_of(has_total)
     if form is None:
         return split

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from hybridpp.errors import DataError
 from hybridpp.nn.torch_private import pytree
 from hybridpp.pipeline.forward_signature import closest_name
@@ -95,6 +97,47 @@ def dim_at(path: Sequence[Any], dims: Dims) -> int | None:
     for key in path:
         dims = _of_entry(dims, key)
     return dims if isinstance(dims, int) else None if dims is None or dims == "list" else 0
+
+
+def is_sample_list(path: Sequence[Any], dims: Dims) -> bool:
+    """Whether ``dims`` says that there is a list with one entry per sample at a path of keys and indices."""
+    before: Dims = None
+    for key in path:
+        before, dims = dims, _of_entry(dims, key)
+    return bool(dims == "list" and before != "list")
+
+
+def with_sample_lists(batch: Any, dims: Dims) -> Dims:
+    """``dims``, with the lists of one entry per sample that a batch shows: the boxes of each image, for example.
+
+    That is a list of dicts that is as long as the tensors beside it, or one of tensors with other numbers of rows.
+    """
+    entries = dict(batch.items() if type(batch) is dict else enumerate(batch) if type(batch) is tuple else ())
+    if not any(type(value) in (list, tuple) for value in entries.values()):
+        return dims
+    own = {key: _of_entry(dims, key) for key in entries}
+    sizes = {
+        value.shape[dim]
+        for key, value in entries.items()
+        if isinstance(value, Tensor) and isinstance(dim := own[key], int) and dim < value.dim()
+    }
+    if len(sizes) != 1:
+        return dims
+    said = dims if isinstance(dims, Mapping) else () if dims is None or isinstance(dims, int) else range(len(dims))
+    found = [key for key, one in entries.items() if own[key] == 0 and key not in said and _is_of_samples(one, *sizes)]
+    if not found:
+        return dims
+    shown = own | dict.fromkeys(found, "list")
+    return shown if type(batch) is dict else [shown[key] for key in entries]
+
+
+def _is_of_samples(value: Any, num_samples: int) -> bool:
+    """Whether a list must be one with an entry for each sample."""
+    if type(value) not in (list, tuple) or len(value) != num_samples:
+        return False
+    if all(isinstance(one, Mapping) for one in value):
+        return any(isinstance(leaf, Tensor) for one in value for leaf in pytree.tree_leaves(dict(one)))
+    return all(isinstance(one, Tensor) for one in value) and {one.shape[:1] for one in value} != {(num_samples,)}
 
 
 def _of_entry(dims: Dims, key: Any) -> Dims:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hybridpp.nn.deferred_tensor import MadeWhenRead
 from hybridpp.nn.watcher import WatchingMode, function_name, with_lost_weight
-from hybridpp.pipeline.batch_dims import Dims
+from hybridpp.pipeline.batch_dims import Dims, is_sample_list
 from hybridpp.pipeline.loss_items import (
     SAME_DEVICE,
     Constant,
@@ -239,7 +239,7 @@ class LossTrace(WatchingMode):
         self._zeros: list[Count] = []
         self._zero: dict[int, Any] = {}
         self._tree = trees[0] if trees else None
-        self._num_samples = num_samples
+        self._num_samples, self._dims = num_samples, dims
         self._known: dict[int, tuple[Any, Any]] = {}
         # No cycle: what a trace holds is freed with it.
         self._tracker = SampleTracker(num_samples, weakref.proxy(self))
@@ -459,9 +459,8 @@ class LossTrace(WatchingMode):
         """The rows of a tensor that is iterated over."""
         samples = self.samples_of(tensor)
         for index, row in enumerate(rows):
-            self._tracker.hold(
-                row, None if samples is None or not samples.dim else samples._replace(dim=samples.dim - 1)
-            )
+            is_inside = samples is not None and samples.dim
+            self._tracker.hold(row, samples._replace(dim=samples.dim - 1) if samples and is_inside else None)
             if isinstance(known, Count):
                 self._note(row, self._count(row_of, known, index))
             elif isinstance(known, _OfModel):
@@ -1155,7 +1154,7 @@ class LossTrace(WatchingMode):
         """The lengths of tensors in lists with an entry for each sample, added up, where the script has read all."""
         lengths: dict[tuple[Path, Path], dict[int, float]] = {}
         for seen, count in self._numbers:
-            for (prefix, suffix, _), index in _sizes_in(count):
+            for (prefix, suffix, _), index in self._sizes_in(count):
                 lengths.setdefault((prefix, suffix), {})[index] = seen
         totals: list[tuple[float, Count]] = []
         for place, found in lengths.items():
@@ -1163,6 +1162,16 @@ class LossTrace(WatchingMode):
                 made = sizes_of(*place, "size")
                 totals.append((sum(found.values()), self._count(made.function, *made.args)))
         return totals
+
+    def _sizes_in(self, count: Count) -> list[tuple[tuple[Path, Path, str], int]]:
+        """Where a count may be the size of a tensor in a list of samples, and what size; and of which entry."""
+        if count.function is not numel and (count.function is not size or count.args[1] != 0):
+            return []
+        kind = "numel" if count.function is numel else "size"
+        path = entry_path(count.args[0]) if isinstance(count.args[0], Count) else None
+        at_index = [] if path is None else [at for at, key in enumerate(path) if type(key) is int and at]
+        lists = [at for at in at_index if path and is_sample_list(path[:at], self._dims)]
+        return [((path[:at], path[at + 1 :], kind), path[at]) for at in lists if path]
 
     def _total_of(self, count: Count) -> Count:
         """The same number, where it adds up sizes of tensors in a list of samples, as that of any such list."""
@@ -1180,7 +1189,7 @@ class LossTrace(WatchingMode):
                 pending += [self._count(one.function, part, *one.args[1:]) for part in inner.args[0]]
             else:
                 found.append(one)
-        places = [_sizes_in(one) for one in found]
+        places = [self._sizes_in(one) for one in found]
         shared = set.intersection(*({place for place, _ in one} for one in places)) if places else set()
         for place in shared:
             indices = [index for one in places for own, index in one if own == place]
@@ -1442,18 +1451,6 @@ def _with(value: Any, old: Tensor, new: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_with(one, old, new) for one in value)
     return value
-
-
-def _sizes_in(count: Count) -> list[tuple[tuple[Path, Path, str], int]]:
-    """Where a list may be of which a count is the size of a tensor in one entry, what size, and of which entry."""
-    is_size = count.function is numel or (count.function is size and count.args[1] == 0)
-    path = entry_path(count.args[0]) if is_size and isinstance(count.args[0], Count) else None
-    kind = "numel" if count.function is numel else "size"
-    return (
-        [((path[:at], path[at + 1 :], kind), key) for at, key in enumerate(path or ()) if type(key) is int]
-        if path
-        else []
-    )
 
 
 def _entry_of(values: Any, index: int) -> Any:

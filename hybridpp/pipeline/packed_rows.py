@@ -103,10 +103,17 @@ def shared_entries(batch: Any, dims: Dims) -> frozenset[str]:
 
 
 def size_of_samples(batch: Any, sizes: Mapping[str, int]) -> int:
-    """How many samples a batch probably has whose tensors disagree: those of its texts, or what most tensors say."""
+    """How many samples a batch probably has whose tensors disagree: those of its texts, or what most tensors say.
+
+    What lists hold (the boxes of each image) says less than the tensors beside them.
+    """
     for name in _SAMPLES if isinstance(batch, dict) else ():
         if isinstance(batch.get(name), Tensor) and batch[name].dim():
             return len(batch[name])
+    entries = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple) else ()
+    beside = {len(one) for one in entries if isinstance(one, Tensor) and one.dim()}
+    if len(beside) == 1:
+        return beside.pop()
     counted = list(sizes.values())
     return max(sorted(set(counted)), key=counted.count)
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hybridpp.cluster import Section, microbatch_key, preserved_random_state, stream_seeder
+from hybridpp.config import PipelineConfig
 from hybridpp.errors import ClosedError, ConfigError, DeadlockError, PeerError, RefusedByPeerError
 from hybridpp.nn import walk
 from hybridpp.nn.force_eager import force_eager
@@ -288,7 +289,7 @@ class Engine(EngineParts):
         weights = losses.weights if losses is not None else batch.weights(_counts_of(replica_infos), self._loss_scale)
         # Evaluations have separate keys: each draws new random numbers, and training draws the same without them.
         run = self.progress.num_steps if training else _FIRST_EVALUATION + self.progress.num_evaluations
-        coupled = self._coupled(called, replica_infos, microbatch_key(self.progress.seed, run, 0))
+        coupled = self._coupled(called, batch, replica_infos, microbatch_key(self.progress.seed, run, 0))
         if coupled is not None:  # the gradients of the replicas' own outputs add up
             weights = [self._loss_scale]
         # Micro-batches are numbered over all replicas, so that replicas draw different random numbers.
@@ -330,7 +331,7 @@ class Engine(EngineParts):
         )
 
     def _coupled(
-        self, called: CriterionAdapter | ForwardSignature, infos: list[RankBatchInfo], key: int
+        self, called: CriterionAdapter | ForwardSignature, batch: SplitBatch, infos: list[RankBatchInfo], key: int
     ) -> CoupledLoss | None:
         """A criterion that says that it couples samples, if there are other replicas' samples."""
         if not isinstance(called, CriterionAdapter) or not called.coupled:
@@ -340,9 +341,9 @@ class Engine(EngineParts):
             return None
         control = self.layout.control if self.layout.pp.size == 1 else None
         sizes, seed = [int(info.num_items) for info in infos], stream_seeder(key, self.device)
-        is_first = self.first_step is not None
+        is_first, pipeline = self.first_step is not None, self._pipeline_of(batch)
         return CoupledLoss(
-            called, self.layout.dp, sizes, self.pipeline, seed, is_first=is_first and self.is_training, control=control
+            called, self.layout.dp, sizes, pipeline, seed, is_first=is_first and self.is_training, control=control
         )
 
     def _replica_infos(self, infos: list[RankBatchInfo]) -> list[RankBatchInfo]:
@@ -396,7 +397,7 @@ class Engine(EngineParts):
             return task
         given = [(one.inputs, one.num_samples) for one in batch.microbatches]
         report = partial(self.criterion_check.report, LossReduction.STATISTICS)
-        return replace(task, watched_stage=StatisticsLook(given, self.pipeline.batch_dims or 0, report).watching)
+        return replace(task, watched_stage=StatisticsLook(given, batch.dims, report).watching)
 
     def _step_losses(
         self,
@@ -461,7 +462,7 @@ class Engine(EngineParts):
             batch,
             replicas,
             check=self.criterion_check,
-            pipeline=self.pipeline,
+            pipeline=self._pipeline_of(batch),
             group=self.layout.dp if training and self.layout.dp.size > 1 else None,
             scale=self._loss_scale,
             device=self.device,
@@ -470,6 +471,11 @@ class Engine(EngineParts):
             tries_again=tries_again,
             begins=begins,
         )
+
+    def _pipeline_of(self, batch: SplitBatch) -> PipelineConfig:
+        """The settings, with the dimensions of samples that the batch shows itself."""
+        said = self.pipeline.batch_dims or 0
+        return self.pipeline if batch.dims is said else replace(self.pipeline, batch_dims=batch.dims)
 
     def _inspecting(
         self, called: CriterionAdapter | ForwardSignature, batch: SplitBatch, infos: list[RankBatchInfo]
@@ -508,7 +514,7 @@ class Engine(EngineParts):
         if any(map(is_compiled_by_script, walk.modules(self.model))):  # it would be traced with what watches
             return batch, None
         weights = batch.weights(ReplicaCounts([batch.num_items], [0.0], [()]), self._loss_scale)
-        return batch, CountedLoss(called, batch, self.pipeline, weights)
+        return batch, CountedLoss(called, batch, self._pipeline_of(batch), weights)
 
     @property
     def _loss_scale(self) -> float:

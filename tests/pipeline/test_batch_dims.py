@@ -78,3 +78,39 @@ def test_outputs_are_put_together_where_their_samples_are():
     assert torch.equal(merged[0], SRC * 2)
     assert torch.equal(merged[1], SRC[0])
     assert merged[2][0] is MASK
+
+
+def _targets(*counts):
+    return [{"boxes": torch.rand(count, 4), "id": torch.tensor(count)} for count in counts]
+
+
+def _split(batch, dims=0):
+    return [one.inputs for one in split_batch(batch, num_microbatches=2, microbatch_size=None, dims=dims).microbatches]
+
+
+@pytest.mark.parametrize("counts", [(3, 1, 2, 4), (4, 4, 4, 4), (1, 1, 1, 1), (0, 0, 0, 0)])
+def test_a_list_of_dicts_beside_as_many_samples_has_an_entry_for_each(counts):
+    images, targets = torch.randn(4, 3), _targets(*counts)
+    first, second = _split({"images": images, "targets": targets})
+    assert (len(first["images"]), first["targets"], second["targets"]) == (2, targets[:2], targets[2:])
+    for batch in ((images, targets), (images, tuple(targets))):
+        first, second = _split(batch)
+        assert (list(first[1]), list(second[1])) == (targets[:2], targets[2:])
+    assert num_samples({"images": images, "targets": targets}) == 4
+
+
+def test_a_list_of_tensors_is_of_samples_where_they_have_other_rows():
+    images, ragged, views = torch.randn(4, 3), [torch.rand(n, 2) for n in (4, 1, 4, 4)], [torch.rand(4, 2)] * 4
+    first, _ = _split({"images": images, "ragged": ragged, "views": views})
+    assert first["ragged"] == ragged[:2]
+    assert [tuple(one.shape) for one in first["views"]] == [(2, 2)] * 4
+
+
+def test_what_is_said_of_a_list_counts():
+    images, targets = torch.randn(3, 4), _targets(4, 4, 4, 4)
+    first, _ = _split({"images": images, "targets": targets, "rest": targets[:2]}, {"images": 1, "rest": None})
+    assert (first["images"].shape, first["targets"], len(first["rest"])) == ((3, 2), targets[:2], 2)
+    with pytest.raises(DataError, match="all tensors of a batch must agree"):
+        _split({"images": images.T, "targets": _targets(5, 5, 5)})
+    said = _split({"images": images.T, "targets": targets}, {"targets": 0})
+    assert [len(one["targets"]) for one in said] == [4, 4]

@@ -2123,11 +2123,11 @@ def test_a_term_over_the_boxes_of_all_images_counts_by_their_number(counted, set
     given = [_labelled(counts) for counts in ([3, 1, 2, 4], [1, 2, 1, 1], [5, 1, fewest, 3])]
     given[1]["targets"].reverse()
     dp_size = settings.get("dp_size", 1)
-    layout = {"num_microbatches": 1, **settings, "batch_dims": {"targets": "list"}}
+    layout = {"num_microbatches": 1, **settings}
     layout.pop("dp_size", None)
 
     def run():
-        sample = first_microbatch({"input": given[0]["input"][: 4 // dp_size]}, layout | {"batch_dims": 0})
+        sample = first_microbatch({"input": given[0]["input"][: 4 // dp_size]}, layout)
         booster, model, optimizer = boosted(_Queries(), sgd, sample, **layout)
         replica, losses = booster.plugin.layout.here.dp, []
         for one in given:
