@@ -159,10 +159,16 @@ class Constant:
         self._copies: dict[torch.device, Tensor] = {}
 
     def of_samples(self, num_samples: int | None, device: torch.device) -> Tensor:
-        """What the script would have made for as many samples, there, if its rows are equal, as those of ``ones``."""
+        """What the script would have made for as many samples, there, if its rows are equal, as those of ``ones``.
+
+        Or if they count up, as those of ``arange``.
+        """
         made, before = self.on(device), self._num_samples
         if not before or not num_samples:
             return made
+        if made.dim() == 1 and not made.is_floating_point() and len(made) % before == 0 and len(made) > 1:
+            if torch.equal(made, torch.arange(len(made), dtype=made.dtype, device=device)):
+                return torch.arange(len(made) // before * num_samples, dtype=made.dtype, device=device)
         for dim, num_rows in enumerate(made.shape):
             row = made.narrow(dim, 0, min(num_rows, 1))
             if num_rows and num_rows % before == 0 and bool((made == row).all()):

@@ -234,6 +234,8 @@ class LossTrace(WatchingMode):
         self.in_criterion, self.is_empty, self.has_read, self.has_branched = False, False, False, False
         self.loops_over_values = False
         self.guessed: list[float] = []
+        # A constant, before the call writes to it.
+        self._overwritten: Tensor | None = None
         # Whether the script has taken numbers of what the model computed to where no call is followed.
         self._reads_model = False
         self._zeros: list[Count] = []
@@ -328,8 +330,12 @@ class LossTrace(WatchingMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = with_lost_weight(function, kwargs or {})
         name = function_name(function)
+        self._overwritten = None
         if args and _writes(name):
             self._keep_values(args[0])
+            one = args[0]
+            is_constant = isinstance(one, Tensor) and one.numel() <= _MAX_CONSTANT and self._of(one) is None
+            self._overwritten = one.detach().clone() if is_constant else None
         result = function(*args, **kwargs)
         if name in _MAKING_ZERO and not result.dim():
             self._zero[id(result)] = weakref.ref(result)
@@ -529,7 +535,8 @@ class LossTrace(WatchingMode):
         spec = self._spec(tuple(map(self._read_before, args)) if is_product else args), self._spec(kwargs)
         writes = _writes(name)
         if writes and isinstance(args[0], Tensor):
-            self._note(args[0], self._count(written, function, *spec[0], **spec[1]))
+            first = spec[0][0] if self._overwritten is None else Constant(self._overwritten, self._num_samples)
+            self._note(args[0], self._count(written, function, first, *spec[0][1:], **spec[1]))
             return None
         is_number = name == "getitem" and isinstance(result, Tensor) and not result.dim()
         if (is_number or name == "unbind") and _is_of_values(spec[0][0]):
@@ -1034,7 +1041,8 @@ class LossTrace(WatchingMode):
         if name == "getitem" and any(isinstance(self._of(one), Count) for one in tensors_of(args[1:])):
             return self._unlinear(name, models, result)  # as a mean over the tasks that have samples
         if name in _KEEPING and len(models) == 1:
-            return keeps(terms)
+            is_mean = name == "mean" and tensor.numel() == self._num_samples and self._are_of_each_row(terms)
+            return keeps(terms, (TermFactor(self._rows, -1),) if is_mean else ())
         are_weighted = all(one is tensor or self._is_constant(one) for one in tensors_of((args, kwargs)))
         if (name in _PRODUCTS | _TO_SCALAR or name == "einsum") and len(models) == 1 and are_weighted:
             return keeps(terms)  # that a script has stacked
@@ -1078,6 +1086,12 @@ class LossTrace(WatchingMode):
             if divisor is operands[1] and divisor.numel() == 1 and not divisor.requires_grad:
                 return keeps(terms, (TermFactor(self._rows, -1, True, divisor.detach()),))
         return self._unlinear(name, models, result)
+
+    def _are_of_each_row(self, terms: Sequence[Term]) -> bool:
+        """Whether a criterion has made these terms of one sample each, of all in all."""
+        rows = {id(term.row) for term in terms if term.row is not None}
+        is_all = self.in_criterion and all(term.row is not None for term in terms)
+        return is_all and len(rows) == self._num_samples > 1
 
     def _divided_apart(self, terms: Sequence[Term], divisors: Any) -> _OfModel | None:
         """Of a tensor of sums, each divided by a number of its own, as for tasks; None: that does not show."""

@@ -2167,3 +2167,37 @@ def test_boxes_that_are_as_many_as_images_at_first_are_counted():
     (found,) = Loopback(1).run(run)
     for name, value in model.named_parameters():
         torch.testing.assert_close(found[name], value.detach(), atol=1e-6, rtol=1e-5, msg=name)
+
+
+def _one_hot(o, i):
+    targets = torch.zeros(len(o), 4)
+    targets[torch.arange(len(o)), i["y"]] = 1
+    return F.binary_cross_entropy_with_logits(o, targets)
+
+
+def _one_by_one(o, i):
+    losses = [F.mse_loss(row, number.float().expand_as(row)) for row, number in zip(o, i["y"], strict=True)]
+    return torch.stack(losses).mean() + F.cross_entropy(o, i["y"], ignore_index=3)
+
+
+@pytest.mark.parametrize("criterion", [_one_hot, _one_by_one])
+@pytest.mark.parametrize(("num_microbatches", "dp_size"), [(2, 1), (1, 2)])
+def test_what_a_script_makes_for_as_many_samples_is_made_for_each_part(criterion, num_microbatches, dp_size):
+    generator = torch.Generator().manual_seed(0)
+    batch = {"input": torch.randn(8, 5, generator=generator), "y": torch.randint(0, 4, (8,), generator=generator)}
+
+    def model():
+        torch.manual_seed(1)
+        return nn.Linear(5, 4)
+
+    def run():
+        first = batch["input"][: 8 // dp_size // num_microbatches]
+        booster, made, optimizer = boosted(model(), sgd, {"input": first}, num_microbatches=num_microbatches)
+        part = replica_part(batch, booster.plugin.layout.here.dp, dp_size)
+        booster.execute_pipeline(iter([part]), made, criterion, optimizer)
+        return gradients_of(booster, made)
+
+    whole = model()
+    criterion(whole(batch["input"]), batch).backward()
+    for found in Loopback(dp_size).run(run):
+        assert_near(found, {name: one.grad for name, one in whole.named_parameters()}, 1e-6)
