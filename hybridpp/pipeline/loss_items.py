@@ -166,9 +166,9 @@ class Constant:
         made, before = self.on(device), self._num_samples
         if not before or not num_samples:
             return made
-        if made.dim() == 1 and not made.is_floating_point() and len(made) % before == 0 and len(made) > 1:
-            if torch.equal(made, torch.arange(len(made), dtype=made.dtype, device=device)):
-                return torch.arange(len(made) // before * num_samples, dtype=made.dtype, device=device)
+        is_index = made.dim() == 1 and not made.is_floating_point() and len(made) > 1 and len(made) % before == 0
+        if is_index and torch.equal(made, torch.arange(len(made), dtype=made.dtype, device=device)):
+            return torch.arange(len(made) // before * num_samples, dtype=made.dtype, device=device)
         for dim, num_rows in enumerate(made.shape):
             row = made.narrow(dim, 0, min(num_rows, 1))
             if num_rows and num_rows % before == 0 and bool((made == row).all()):
