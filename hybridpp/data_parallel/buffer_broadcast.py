@@ -81,7 +81,7 @@ class BufferBroadcast:
         # Frozen parameters may be most of a model: of these, hashes are kept, not copies.
         self._hashes: dict[str, Tensor] = {}
         self._agreed: list[str] = []
-        self._before: dict[str, tuple[Tensor | None, int]] = {}
+        self._before: dict[str, tuple[Tensor, int]] = {}
         self._copies: dict[str, Tensor] | None = None
         self._is_first = True
         self._written: set[str] = set()
@@ -98,7 +98,13 @@ class BufferBroadcast:
             self._copies = {name: buffer.detach().clone() for name, buffer in found.items()}
 
     def begin_forward(self) -> None:
-        """Call before forward passes: what they write to trained parameters must be the same on all replicas."""
+        """Call before forward passes: what they write to trained parameters must be the same on all replicas.
+
+        What a script has written to others since the last pass, as to a target network, is no pass's.
+        """
+        for name, (buffer, version) in self._before.items():
+            if version_of(buffer) != version:
+                self._before[name] = buffer, version_of(buffer)
         self._versions = [version_of(parameter) for parameter in self._trained.values()]
 
     def end_forward(self) -> None:
@@ -106,6 +112,7 @@ class BufferBroadcast:
         for (name, parameter), version in zip(self._trained.items(), self._versions, strict=False):
             if version_of(parameter) != version and not has_no_data(parameter):
                 self._written.add(name)
+        self._written.update(name for name, (buffer, version) in self._before.items() if version_of(buffer) != version)
 
     def note(self) -> None:
         """Let what was written so far count as no pass's."""

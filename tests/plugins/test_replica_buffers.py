@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from processes import run_ranks
-from support import boosted, replica_part, sgd
+from support import assert_near, boosted, replica_part, sgd
 from torch import nn
 from torch.nn import functional as F
 
@@ -323,3 +323,62 @@ def test_processes_have_those_of_the_first():
 def test_other_values_are_refused(value):
     with pytest.raises(ConfigError, match="broadcast_buffers must be True or False"):
         boosted(Model(), sgd, None, broadcast_buffers=value)
+
+
+class WithTarget(nn.Module):
+    """A network, and a frozen one that the script sets to it now and then."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.online, self.target = nn.Linear(4, 3), nn.Linear(4, 3)
+        self.target.requires_grad_(False)
+
+    def forward(self, x):
+        return self.online(x), self.target(x + 1)
+
+
+def follow(model, rate):
+    with torch.no_grad():
+        for one, other in zip(model.target.parameters(), model.online.parameters(), strict=True):
+            one.lerp_(other, rate)
+
+
+@pytest.mark.parametrize("in_pipeline", [False, True])
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+def test_a_target_that_the_script_writes_to_is_no_work_of_the_forward(zero_stage, in_pipeline, caplog):
+    batches = torch.randn(6, 8, 4, generator=torch.Generator().manual_seed(0))
+
+    def loss_of(outputs, _=None):
+        now, later = outputs
+        return nn.functional.mse_loss(now.max(1).values, 0.9 * later.max(1).values.detach() + 1)
+
+    def run():
+        booster, model, optimizer = boosted(WithTarget(), trained_sgd, batches[0][:4], zero_stage=zero_stage)
+        here = booster.plugin.layout.here.dp
+        for number, batch in enumerate(batches):
+            part = batch[here * 4 : here * 4 + 4]
+            if in_pipeline:
+                booster.execute_pipeline(iter([part]), model, loss_of, optimizer)
+            else:
+                booster.backward(loss_of(model(part)), optimizer)
+            optimizer.step()
+            with booster.unsharded(model):
+                follow(model, 1.0 if number % 2 else 0.1)
+        with booster.unsharded(model):
+            return {name: one.detach().clone() for name, one in model.named_parameters()}
+
+    found = Loopback(2).run(run)[1]
+    assert not [one for one in caplog.records if "the forward writes to" in one.getMessage()]
+    model = WithTarget()
+    optimizer = trained_sgd(model.parameters())
+    for number, batch in enumerate(batches):
+        optimizer.zero_grad()
+        loss_of(model(batch)).backward()
+        optimizer.step()
+        follow(model, 1.0 if number % 2 else 0.1)
+    assert_near(found, {name: one.detach() for name, one in model.named_parameters()}, 1e-6)
+
+
+def trained_sgd(parameters):
+    return torch.optim.SGD([one for one in parameters if one.requires_grad], lr=0.1)
