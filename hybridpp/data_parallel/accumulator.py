@@ -308,7 +308,7 @@ class HiddenGradient(Tensor):
                 "booster.backward(loss, optimizer)."
             )
         use.zeros.update(one._parameter for one in found)
-        return args[0]
+        return args[0] if isinstance(args[0], Tensor) else None  # lists are written to, and not returned
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # of torch
         return f"HiddenGradient({self._parameter!r}, shape={tuple(self.shape)}, dtype={self.dtype})"

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -27,6 +28,7 @@ _NUM_STEPS = 3
 _MANY_STEPS = 24
 # A limit on all parameters' gradients is crossed by some of them and not by others, wherever it is.
 _LEAST_EXPONENT, _MOST_EXPONENT = -6.0, 3.0
+_SHARE_OF_ZEROS = 0.15
 # Large relative to the weights, so that rounding hides no difference between updates.
 _LEARNING_RATE = 0.05
 # Up to so many elements, a parameter is tried in its own shape; a larger one in a smaller shape, at first.
@@ -267,11 +269,20 @@ class _Tensors:
         return replace(self, gradients=(*self.gradients, *self.gradients[-1:] * (num_steps - len(self.gradients))))
 
     def unlike(self, num_steps: int, generator: torch.Generator) -> "_Tensors":
-        """With gradients of another magnitude in each step."""
+        """With gradients of another direction and magnitude in each step; some have zeros, or are nothing else."""
         span = _MOST_EXPONENT - _LEAST_EXPONENT
-        exponents = (torch.rand(num_steps, generator=generator) * span + _LEAST_EXPONENT).tolist()
-        first, *_ = self.gradients
-        return replace(self, gradients=tuple(first * 10**exponent for exponent in exponents))
+        gradients = []
+        for _ in range(num_steps):
+            exponent, kind = torch.rand(2, generator=generator).tolist()
+            drawn = torch.randn(self.weights.shape, generator=generator, dtype=self.weights.dtype)
+            share = 1.0 if kind < _SHARE_OF_ZEROS else 0.5 if kind < 3 * _SHARE_OF_ZEROS else 0.0
+            kept = torch.rand(self.weights.shape, generator=generator) >= share
+            gradients.append((drawn * kept * 10 ** (exponent * span + _LEAST_EXPONENT)).to(self.weights.device))
+        return replace(self, gradients=tuple(gradients))
+
+    def not_finite(self) -> "_Tensors":
+        """With one gradient of NaN."""
+        return replace(self, gradients=(*self.gradients[:1], self.gradients[0] * math.nan, *self.gradients[2:]))
 
     def parts(self, cut: Cut) -> "list[_Tensors]":
         """Its parts."""
@@ -403,20 +414,18 @@ class _Trial:
             standins: of parameters of which the optimizer reads several elements together.
         """
         kinds = {(one.complete.group_index, len(one.cut.shape)): one for one in standins}
-        pairs: list[_Tensors] = []
+        given: list[_Tensors] = []
         for one in kinds.values():
-            small = Cut(one.cut.shape).smaller(256, 8)
+            small, index = Cut(one.cut.shape).smaller(256, 8), one.complete.group_index
             for _ in range(2):
-                complete = self._random(one.complete.real, one.complete.group_index, small).complete
-                pairs.append(complete.unlike(_MANY_STEPS, self._generator))
-        together = self._stepped(pairs)
-        for given, with_others in zip(pairs, together, strict=True):
-            (alone,) = self._stepped([given])
-            if not torch.equal(alone.weights.nan_to_num(), with_others.weights.nan_to_num()):
-                return True
-            if alone.settings != with_others.settings:
-                return True
-        return False
+                complete = self._random(one.complete.real, index, small).complete
+                given.append(complete.unlike(_MANY_STEPS, self._generator))
+        alone = [self._stepped([one])[0] for one in given]
+        if any(map(_differ, alone, self._stepped(given))):
+            return True
+        # One that leaves out a step for a gradient that is not finite: those of others are.
+        first, *others = given
+        return any(map(_differ, alone[1:], self._stepped([first.not_finite(), *others])[1:]))
 
     def _of_parts(self, standins: Sequence[_StandIn]) -> list[list[Tensor] | None]:
         """The weights of each stand-in's parts after some steps; None where the optimizer refuses them."""
@@ -507,6 +516,11 @@ class _Updated(NamedTuple):
 
     weights: Tensor
     settings: dict[str, Any]
+
+
+def _differ(one: _Updated, other: _Updated) -> bool:
+    is_same = torch.equal(one.weights.nan_to_num(), other.weights.nan_to_num())
+    return not is_same or one.settings != other.settings
 
 
 def _number(value: Any) -> Any:

@@ -1173,8 +1173,7 @@ class LossTrace(WatchingMode):
         totals: list[tuple[float, Count]] = []
         for place, found in lengths.items():
             if len(found) == self._num_samples:
-                made = sizes_of(*place, "size")
-                totals.append((sum(found.values()), self._count(made.function, *made.args)))
+                totals.append((sum(found.values()), self._sizes_of(*place, "size")))
         return totals
 
     def _sizes_in(self, count: Count) -> list[tuple[tuple[Path, Path, str], int]]:
@@ -1208,8 +1207,13 @@ class LossTrace(WatchingMode):
         for place in shared:
             indices = [index for one in places for own, index in one if own == place]
             if sorted(indices) == list(range(self._num_samples)):
-                made = sizes_of(*place)
-                return self._count(made.function, *made.args)
+                return self._sizes_of(*place)
+        return count
+
+    def _sizes_of(self, prefix: Path, suffix: Path, kind: str) -> Count:
+        made = sizes_of(prefix, suffix, kind)
+        count = self._count(made.function, *made.args)
+        count.is_read = True  # a plain number, by which the script may branch
         return count
 
     def _is_constant_factor(self, is_divisor: bool) -> bool:

@@ -17,7 +17,7 @@ from hybridpp.pipeline import GraphLoss, LossTrace, read_loss, weigh
 from hybridpp.pipeline.batch_statistics import StatisticsWatch
 from hybridpp.pipeline.loss_coupling import LossSection, mark_outputs, num_samples_of
 from hybridpp.pipeline.loss_form import ADVICE
-from hybridpp.pipeline.loss_graph import Site
+from hybridpp.pipeline.loss_graph import GraphTerm, Site
 from hybridpp.pipeline.loss_sums import SumSearch
 from hybridpp_plugins.manual_forward import end_of, tensors_of
 
@@ -27,7 +27,7 @@ _MAX_TERMS = 6
 # The first calls of a model that are watched, and the ways to make a loss that are looked at.
 _MAX_WATCHED, _MAX_LOOKED_AT = 4, 16
 # What a replica tells of its call before its numbers.
-_IS_SYNCING, _KIND, _IS_COUPLED, _NUM_FACTS = 0, 1, 2, 3
+_IS_SYNCING, _KIND, _IS_COUPLED, _MAY_BE_LIMIT, _NUM_FACTS = 0, 1, 2, 3, 4
 _NUM_ITEMS = (
     "pass booster.backward(loss, optimizer, num_items=...), what each replica's loss counts by (num_items=1 on all "
     "of them is the plain mean). See docs/losses.md."
@@ -67,6 +67,13 @@ _STATISTICS = (
 )
 
 
+_LIMIT = (
+    "on some replicas, the loss that booster.backward gets has a sum that is divided by 1: it is taken for one item. "
+    "If the batch has none there, and 1 is a lower limit (max(n, 1)), the sum counts for too much. Pass "
+    "booster.backward(loss, optimizer, num_items=n) on all ranks, 0 included. See docs/losses.md."
+)
+
+
 def _warn(text: str) -> None:
     get_dist_logger().warning(text, ranks=[0])
 
@@ -101,8 +108,9 @@ class ManualLosses:
                 self._num_watched += 1
                 # A compiler that the script has called would trace what watches.
                 if not any(map(is_compiled_by_script, walk.modules(model))):
-                    trace = LossTrace([args, kwargs], num_samples)
-                    watch = StatisticsWatch([args, kwargs], num_samples, 0, (), is_last=True)
+                    inputs = {"args": args, "kwargs": kwargs}
+                    trace = LossTrace([inputs], num_samples)
+                    watch = StatisticsWatch([inputs], num_samples, 0, (), is_last=True)
             shapes = [tuple(tensor.shape) for tensor in given]
             with watch or nullcontext(), trace or nullcontext():
                 outputs = inner(forward, args, kwargs)
@@ -156,7 +164,9 @@ class ManualLosses:
                 if how:
                     self._warn_once(_UNKNOWN.format(why=how))
         self._note(kind, size)
-        weights = self._weights([float(is_syncing), float(kind), float(bool(why))], counts, is_new=is_new, why=why)
+        may_be_limit = num_items is None and any(map(_may_be_limit, found.terms))
+        facts = [float(is_syncing), float(kind), float(bool(why)), float(may_be_limit)]
+        weights = self._weights(facts, counts, is_new=is_new, why=why)
         if self._statistics and num_items is None and not self._has_warned_of_statistics:
             self._has_warned_of_statistics = True
             _warn(_STATISTICS.format(why=self._statistics))
@@ -190,6 +200,8 @@ class ManualLosses:
         rows = torch.stack(list(self._group.all_gather(own)))
         if rows.is_cpu or is_new:
             _check(rows[:, :_NUM_FACTS].tolist(), why)
+            if len({bool(one) for one in rows[:, _MAY_BE_LIMIT].tolist()}) > 1:
+                self._warn_once(_LIMIT)
         total, kinds = rows[:, _NUM_FACTS:].sum(0), rows[:, _KIND]
         # A replica whose loss is nothing is like any other.
         kind = torch.where(kinds == _NOTHING, 0, kinds).amax()
@@ -247,6 +259,12 @@ def _check(facts: Sequence[Sequence[float]], why: str) -> None:
         raise ConfigError(_UNLIKE)
     if any(row[_IS_COUPLED] for row in facts):
         raise ConfigError(_COUPLED.format(why=why or "on another replica"))
+
+
+def _may_be_limit(term: GraphTerm) -> bool:
+    """Whether a sum is divided by 1, which a script may have put in the place of no items."""
+    divisors = [value for value, power in term.factors or () if power == 1]
+    return any(float(one) == 1.0 for one in divisors if not isinstance(one, Tensor) or one.is_cpu)
 
 
 def _checked(num_items: Any) -> Any:

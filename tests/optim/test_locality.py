@@ -403,7 +403,33 @@ def is_long_behind_warm_up(gradients, past):
     return len(past) > 10 and has_large_entry(gradients, past)
 
 
-LIMITS = [has_large_entry, is_longer_than_usual, has_huge_norm, is_long_behind_warm_up]
+def turns_back(gradients, past):
+    past.append([gradient.clone() for gradient in gradients])
+    return len(past) > 1 and sum((one * two).sum() for one, two in zip(past[-1], past[-2], strict=True)) < 0
+
+
+def is_not_finite(gradients, past):
+    return any(not torch.isfinite(gradient).all() for gradient in gradients)
+
+
+def is_mostly_zero(gradients, past):
+    return sum((gradient == 0).sum() for gradient in gradients) > 0.4 * sum(gradient.numel() for gradient in gradients)
+
+
+def has_one_without(gradients, past):
+    return any(not gradient.any() for gradient in gradients)
+
+
+LIMITS = [
+    has_large_entry,
+    is_longer_than_usual,
+    has_huge_norm,
+    is_long_behind_warm_up,
+    turns_back,
+    is_not_finite,
+    is_mostly_zero,
+    has_one_without,
+]
 
 
 @pytest.mark.parametrize("of_all", [False, True])
