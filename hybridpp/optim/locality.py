@@ -425,7 +425,9 @@ class _Trial:
             return True
         # One that leaves out a step for a gradient that is not finite: those of others are.
         first, *others = given
-        return any(map(_differ, alone[1:], self._stepped([first.not_finite(), *others])[1:]))
+        with suppress(Exception):  # a decomposition of NaN fails, as that of the gradient alone would
+            return any(map(_differ, alone[1:], self._stepped([first.not_finite(), *others])[1:]))
+        return False
 
     def _of_parts(self, standins: Sequence[_StandIn]) -> list[list[Tensor] | None]:
         """The weights of each stand-in's parts after some steps; None where the optimizer refuses them."""

@@ -5,7 +5,8 @@ import re
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -38,6 +39,8 @@ _OF_PAIRS = re.compile(r"_?(Euclidean|Cdist|Pdist)\w*Backward\d")
 _MAX_BENT = 16
 # Elements of an argument that are asked of which samples they are made; and of these, that link no further ones.
 _MAX_LINKED, _MAX_IDLE = 64, 4
+# Outputs of a model that are made of each other.
+_MAX_GROUPS = 4
 
 _Edge: TypeAlias = tuple[Node, int]
 _Sample: TypeAlias = tuple[int, int]
@@ -169,13 +172,19 @@ class LossSection:
         if why:
             return why
         # An autograd function of the script's may be unable to go back twice.
-        ends = {} if self._is_own else self._last()
-        if not ends or sum(map(_numel, ends)) > MAX_ELEMENTS:
+        groups = [] if self._is_own else self._by_order()
+        if not groups or sum(_numel(edge) for ends in groups for edge in ends) > MAX_ELEMENTS:
             return ""
-        kept = [(one, one.grad) for mark in ends.values() if (one := mark.tensor()) is not None and one.retains_grad]
+        marks = [mark for ends in groups for mark in ends.values()]
+        kept = [(one, one.grad) for mark in marks if (one := mark.tensor()) is not None and one.retains_grad]
         least = 3 if is_of_one_item is None else 2
         try:
-            return "" if is_of_one_item else self._coupling(loss, ends, least)
+            for number, ends in enumerate(groups if not is_of_one_item else ()):
+                # What the model makes of an output, and returns too, is the model's.
+                with _cut({node for before in groups[:number] for node, _ in before}):
+                    if why := self._coupling(loss, ends, least):
+                        return why
+            return ""
         except torch.OutOfMemoryError:  # the pass itself may need less
             get_dist_logger().warning(
                 "out of memory while a loss of booster.backward was looked at, the first time that it is made in this "
@@ -199,9 +208,17 @@ class LossSection:
             return "the gradient of a sample's outputs depends on all other samples"
         return _bent_together(self._bent[:_MAX_BENT], loss, ends, active, least)
 
-    def _last(self) -> dict[_Edge, _Output]:
-        """The outputs with samples of which none of the others is made."""
-        ends = {edge: one for edge, one in self._outputs.items() if one.samples is not None}
+    def _by_order(self) -> list[dict[_Edge, _Output]]:
+        """The outputs with samples: those of which none of the others is made, then those of which these are made."""
+        left = {edge: one for edge, one in self._outputs.items() if one.samples is not None}
+        groups: list[dict[_Edge, _Output]] = []
+        while left and len(groups) < _MAX_GROUPS:
+            groups.append(self._last(dict(left)))
+            left = {edge: one for edge, one in left.items() if edge not in groups[-1]}
+        return groups
+
+    def _last(self, ends: dict[_Edge, _Output]) -> dict[_Edge, _Output]:
+        """Those of which none of the others is made."""
         nodes = {node for node, _ in ends}
         for edge in [*ends] if len(nodes) > 1 else ():
             seen, pending = {edge[0]}, [edge[0]]
@@ -214,6 +231,18 @@ class LossSection:
                 for other in [one for one in ends if one[0] in following]:
                     del ends[other]
         return ends
+
+
+@contextmanager
+def _cut(nodes: Iterable[Node]) -> Iterator[None]:
+    """Inside, no gradient passes these nodes."""
+    zero: Any = lambda gradients: tuple(None if one is None else torch.zeros_like(one) for one in gradients)  # noqa: E731
+    handles = [node.register_prehook(zero) for node in nodes]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _notes(node: Node) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from hybridpp_plugins.manual_loss import ManualLosses
-from support import boosted, gradients_of, sgd
+from support import assert_near, boosted, gradients_of, sgd
 from torch import nn
 from torch.nn import functional
 
@@ -481,6 +481,64 @@ def test_a_loop_whose_loss_couples_samples_later_on_is_refused_then():
     Loopback(2).run(run)
 
 
+class WithFeatures(Tagger):
+    """Returns what it makes its outputs of, too; with a normalisation over the batch between them, if asked."""
+
+    def __init__(self, normalises=False):
+        super().__init__()
+        self.last = nn.Linear(5, 4)
+        self.norm = nn.BatchNorm1d(7) if normalises else nn.Identity()
+
+    def forward(self, x):
+        features = super().forward(x)
+        return features, self.last(self.norm(features).tanh())
+
+
+def _with_features(normalises=False):
+    torch.manual_seed(0)
+    return WithFeatures(normalises)
+
+
+OF_FEATURES = {
+    "negatives": lambda f: functional.cross_entropy(f.flatten(1) @ f.flatten(1).T, torch.arange(len(f))),
+    "spread": lambda f: functional.relu(1 - f.flatten(1).std(0)).mean(),
+    "distances": lambda f: (-torch.cdist(f.flatten(1), f.flatten(1))).exp().mean(),
+}
+
+
+@pytest.mark.parametrize("term", OF_FEATURES)
+def test_a_coupling_of_outputs_that_others_are_made_of_is_refused(term):
+    def call(booster, model, rows, optimizer):
+        features, outputs = model(rows)
+        loss = outputs.square().mean() + 0.5 * OF_FEATURES[term](features)
+        booster.backward(loss, optimizer)
+
+    assert "puts samples together" in _refused_call(call, _with_features)
+
+
+@pytest.mark.parametrize("normalises", [False, True])
+def test_what_a_model_makes_of_its_own_outputs_is_its_own(normalises):
+    def call(booster, model, rows, optimizer):
+        features, outputs = model(rows)
+        booster.backward(outputs.square().mean() + features.square().mean(), optimizer)
+
+    assert not _refused_call(call, lambda: _with_features(normalises))
+
+
+def _refused_call(call, make):
+    found = []
+
+    def run():
+        booster, model, optimizer = boosted(make(), sgd, _TEN[:2])
+        try:
+            call(booster, model, _TEN.split(5)[booster.plugin.layout.here.dp], optimizer)
+        except ConfigError as error:
+            found.append(str(error))
+
+    Loopback(2).run(run)
+    return found[0] if found else ""
+
+
 class Scaled(Tagger):
     """Divides by what it makes of all samples: a number without a graph."""
 
@@ -727,3 +785,41 @@ def test_num_items_must_be_a_number():
             booster.backward(model(_ROWS).mean(), optimizer, num_items="many")
 
     Loopback(2).run(run)
+
+
+class Labelled(Tagger):
+    """Reads a number of a keyword argument."""
+
+    def forward(self, x, labels=None):
+        if labels.max() >= 9 or (labels >= 0).sum() == 0:
+            raise ValueError("labels")
+        return functional.cross_entropy(super().forward(x).flatten(0, 1), labels.flatten())
+
+
+def test_a_model_may_branch_by_a_keyword_argument():
+    labels = torch.randint(0, 4, (10, 7), generator=torch.Generator().manual_seed(0))
+
+    def run():
+        torch.manual_seed(0)
+        booster, model, optimizer = boosted(Labelled(), sgd, {"x": _TEN[:2], "labels": labels[:2]})
+        here = booster.plugin.layout.here.dp
+        booster.backward(model(_TEN.split(5)[here], labels=labels.split(5)[here]), optimizer)
+        return gradients_of(booster, model)
+
+    whole = (torch.manual_seed(0), Labelled())[1]
+    whole(_TEN, labels=labels).backward()
+    for found in Loopback(2).run(run):
+        assert_near(found, {name: one.grad for name, one in whole.named_parameters()}, 1e-6)
+
+
+def test_a_divisor_of_1_on_some_replicas_is_told(monkeypatch):
+    numbers = [(4, 3), (1, 1), (0, 3)]
+
+    def said_of(each):
+        def loss_of(model, rows, step):
+            n = each[int(torch.equal(rows, _TEN[5:]))]
+            return (model(rows).square().sum((1, 2)) * (torch.arange(5) < max(n, 2))).sum() / max(n, 1)
+
+        return [text for text in _said_of(loss_of, monkeypatch, _TEN, steps=1) if "is divided by 1" in text]
+
+    assert [bool(said_of(each)) for each in numbers] == [False, False, True]
