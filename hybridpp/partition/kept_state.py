@@ -126,13 +126,14 @@ class KeptState:
 
     Args:
         model: this rank's part of it.
+        moves_weights: whether weights are written by the library while it runs, as where they are gathered.
 
     Attributes:
         found: the state, in the order in which it was found.
     """
 
-    def __init__(self, model: nn.Module):
-        self._model = model
+    def __init__(self, model: nn.Module, *, moves_weights: bool = False):
+        self._model, self._moves_weights = model, moves_weights
         self._calls: dict[int, _Call | None] = {}
         self.found: list[KeptValue] = []
 
@@ -185,7 +186,8 @@ class KeptState:
         self.found += [KeptValue(name, is_shared=True, is_set_once=True) for name in sorted(once)]
 
     def _trained(self) -> dict[int, str]:
-        return {id(one): name for name, one in walk.named_parameters(self._model) if one.requires_grad}
+        named = () if self._moves_weights else walk.named_parameters(self._model)
+        return {id(one): name for name, one in named if one.requires_grad}
 
     def _is_state(self, key: LeftKey, before: _Entry, now: _Entry, uses: "_Uses", all_read: bool) -> bool:
         is_saved = self._is_saved(key)

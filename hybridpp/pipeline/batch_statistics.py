@@ -1,11 +1,13 @@
 """Find what a forward makes of several samples of a micro-batch and applies to each of them, as a batch's mean."""
 
 import math
+import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hybridpp.nn.metadata_functions import METADATA_FUNCTIONS, writes_first_argument
@@ -16,7 +18,7 @@ from hybridpp.pipeline.sample_dims import guessed_samples, tensors_of
 from hybridpp.pipeline.sample_tracker import SIZES, SampleTracker, input_leaves
 
 # They give a script plain numbers.
-_READS = frozenset(["item", "float", "tolist", "numpy", "array"])
+_READS = frozenset(["item", "float", "tolist", "numpy", "array", "format"])
 _COMPARING = frozenset(["gt", "lt", "ge", "le", "greater", "less", "greater_equal", "less_equal"])
 # Of a number that was read, what scripts make of it before they apply it.
 _FORMS: Sequence[Callable[[float], float]] = (
@@ -28,6 +30,13 @@ _FORMS: Sequence[Callable[[float], float]] = (
     lambda value: 1 / math.sqrt(value),
 )
 _TOLERANCE = 1e-6
+# They give a tensor of a shape of its own.
+_NEW = frozenset(["new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"])
+_ADDING = frozenset(["add", "radd", "iadd", "sub", "rsub", "isub", "subtract"])
+# What inputs are divided by as weights of losses are.
+_WEIGHING = frozenset(["sum", "mean", "nansum", "count_nonzero", "numel"])
+_NORMS = frozenset(["layer_norm", "rms_norm"])
+_ONE, _LOSS = "one of them", "the loss"
 # Micro-batches whose plain numbers are compared.
 _NUM_COMPARED = 2
 
@@ -49,15 +58,18 @@ class StatisticsWatch(WatchingMode):
 
     Attributes:
         found: what the stage does with several samples, in words; empty: nothing, as far as known.
+        read: of which statistic Python has read a number, which it may branch by, in words; empty: of none.
         numbers: plain numbers that functions of samples got after the script had read one of several samples.
+        calls: names of these functions.
     """
 
     def __init__(
         self, trees: Sequence[Any], num_samples: int, dims: Dims, received: Sequence[Tensor], *, is_last: bool
     ):
         super().__init__()
-        self.found = ""
+        self.found = self.read = ""
         self.numbers: list[tuple[str, float]] = []
+        self.calls: list[str] = []
         self._is_last = is_last
         self._read: list[float] = []
         self._reads_all = False
@@ -66,6 +78,10 @@ class StatisticsWatch(WatchingMode):
         self._over: dict[int, tuple[Any, str]] = {}
         # What was made of each sample and of such a statistic, of inputs alone.
         self._applied: dict[int, tuple[Any, str]] = {}
+        # The same, where it is no weight as losses have them.
+        self._standardised: dict[int, tuple[Any, str]] = {}
+        # Elements of samples that a mask has chosen.
+        self._chosen: dict[int, tuple[Any, str]] = {}
         self._tracker = SampleTracker(num_samples, weakref.proxy(self))
         for tree in trees:
             for path, leaf in input_leaves(tree):
@@ -122,19 +138,26 @@ class StatisticsWatch(WatchingMode):
         made = list(tensors_of(result))
         if not given:
             return
+        if name in _NEW:
+            for one in made:
+                self._tracker.hold(one, None)
+            return
         origin = self._joined_origin(given)
         for one in made:
             _put(self._origin, one, origin)
+        if function is torch.autograd.grad:
+            return
         over = next(filter(None, (_get(self._over, one) for one in given)), "")
         held = [one for one in given if (samples := self._tracker.of(one)) is not None and samples.is_sure]
         has_values = [one for one in held if one.is_floating_point()]
+        has_values += [one for one in given if _get(self._chosen, one)]
         if name in _READS or name == "bool":
             self._note_read(name, given[0], result, over)
             return
         if _is_loss(function):
             for one in made:
                 if not one.dim():
-                    _put(self._over, one, name)
+                    _put(self._over, one, f"{_LOSS} {name}")
             return
         if has_values:
             self._note_numbers(name, args, kwargs)
@@ -142,18 +165,18 @@ class StatisticsWatch(WatchingMode):
         if args and writes_first_argument(function) and isinstance(args[0], Tensor):
             made.append(args[0])
         applied = next(filter(None, (_get(self._applied, one) for one in given)), "")
+        standardised = next(filter(None, (_get(self._standardised, one) for one in given)), "")
         if over and has_values:
-            self._note_applied(f"{name} of samples and of their {over}", origin, given, made)
+            is_weight = name not in _ADDING and over.rpartition(" ")[2] in _WEIGHING
+            self._note_applied(f"{name} of samples and of {over}", origin, given, made, is_weight=is_weight)
         elif applied:
-            self._note_applied(applied, origin, given, made)
+            self._note_applied(applied, origin, given, made, is_weight=not standardised)
+        elif len({samples.order for one in held if (samples := self._tracker.of(one)) is not None}) > 1:
+            self._note_applied(f"{name} of samples and of others", origin, given, made, is_weight=False)
+        elif has_values and self._spans_samples(name, args, kwargs):
+            self._note_applied(f"{name} over the samples", origin, given, made, is_weight=False)
         for one in made:
-            how = self._tracker.made(one)
-            if how.why and not self._is_last and origin == "model" and has_values:
-                self.found = self.found or how.why
-            if how.is_gone and has_values and one.is_floating_point():
-                _put(self._over, one, name)
-            elif over and not held:
-                _put(self._over, one, f"{over} {name}" if name in _COMPARING else over)
+            self._note_made(one, name, args, has_values, over if not held else "", origin)
 
     def _joined_origin(self, given: Sequence[Tensor]) -> str:
         """Of what is made of some tensors."""
@@ -162,16 +185,72 @@ class StatisticsWatch(WatchingMode):
             return "model"
         return next((one for one in ("inputs", "parameters") if one in origins), "")
 
-    def _note_applied(self, words: str, origin: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
-        """A statistic of samples is applied to them: of what the model computed, or of inputs that meet a parameter."""
-        meets_parameter = any(self._origin_of(one) == "parameters" for one in given)
+    def _note_made(
+        self, made: Tensor, name: str, args: Any, has_values: Sequence[Tensor], over: str, origin: str
+    ) -> None:
+        """What a function has made of several samples; ``over``: of which statistic, where of nothing else."""
+        how = self._tracker.made(made)
+        if how.why and not self._is_last and origin == "model" and has_values:
+            self.found = self.found or how.why
+        if not made.is_floating_point():
+            if over and name in _COMPARING:
+                _put(self._over, made, f"{over} {name}")
+            return
+        is_indexed = name in ("getitem", "masked_select", "select") and bool(has_values)
+        if is_indexed and self._tracker.of(made) is None:
+            index = args[1] if name == "getitem" else ()
+            if name == "masked_select" or (isinstance(index, Tensor) and index.dtype is torch.bool):
+                _put(self._chosen, made, name)
+                return
+            samples = self._tracker.of(args[0])
+            if samples is not None and samples.is_sure and samples.rows == 1 and samples.dim == 0:
+                _put(self._over, made, _ONE)
+                return
+        is_of_all = (
+            how.is_gone or how.is_over or (not made.dim() and any(_get(self._chosen, one) for one in has_values))
+        )
+        if is_of_all and has_values:
+            _put(self._over, made, f"their {name}")
+        elif over:
+            _put(self._over, made, f"{over} {name}" if name in _COMPARING else over)
+        elif has_values and any(_get(self._chosen, one) for one in has_values):
+            _put(self._chosen, made, name)
+
+    def _spans_samples(self, name: str, args: Any, kwargs: Any) -> bool:
+        """Whether a function of torch.nn goes over dimensions of which one has the samples."""
+        tensor = args[0] if args else kwargs.get("input")
+        samples = self._tracker.of(tensor) if isinstance(tensor, Tensor) else None
+        if samples is None or not samples.is_sure or samples.rows > 1 or not isinstance(tensor, Tensor):
+            return False
+        if name in _NORMS:
+            shape = args[1] if len(args) > 1 else kwargs.get("normalized_shape", ())
+            num_dims = len(shape) if isinstance(shape, tuple | list | torch.Size) else 1
+        elif name == "instance_norm":
+            num_dims = tensor.dim() - 2
+        elif found := re.fullmatch(r"\w*(?:pool|conv)\w*(\d)d\w*", name):
+            num_dims = int(found[1])
+        else:
+            return False
+        return samples.dim >= tensor.dim() - num_dims
+
+    def _note_applied(
+        self, words: str, origin: str, given: Sequence[Tensor], made: Sequence[Tensor], *, is_weight: bool
+    ) -> None:
+        """A statistic of samples is applied to them: of what the model computed, or of inputs that meet a parameter.
+
+        Inputs that are more than weighed (``is_weight``) count where they meet what the model computed.
+        """
+        meets = {self._origin_of(one) for one in given}
         is_of_model = any(_get(self._over, one) and self._origin_of(one) == "model" for one in given)
-        if is_of_model or meets_parameter:
+        is_mixed = words.endswith(("of others", "over the samples")) and "model" in meets
+        if is_of_model or "parameters" in meets or is_mixed or (not is_weight and "model" in meets):
             self.found = self.found or words
             return
         if origin == "inputs":
             for one in made:
                 _put(self._applied, one, words)
+                if not is_weight:
+                    _put(self._standardised, one, words)
 
     def _note_read(self, name: str, tensor: Tensor, result: Any, over: str) -> None:
         """Python gets a number of all samples, or the numbers of all."""
@@ -179,11 +258,13 @@ class StatisticsWatch(WatchingMode):
             return
         if name == "bool":
             if over.rpartition(" ")[2] in _COMPARING:
-                self.found = self.found or f"a branch by their {over.rpartition(' ')[0]}"
+                self.found = self.found or f"a branch by {over.rpartition(' ')[0]}"
             return
         if not tensor.is_floating_point():
             return
         samples = self._tracker.of(tensor)
+        if over and not over.startswith(_LOSS):  # which scripts log
+            self.read = self.read or f"{over}, which Python reads as a number; if that is only logged, all is right"
         if over and isinstance(result, float):
             self._read.append(result)
         elif over or (samples is not None and samples.is_sure):
@@ -192,6 +273,7 @@ class StatisticsWatch(WatchingMode):
     def _note_numbers(self, name: str, args: Any, kwargs: Any) -> None:
         if not self._read and not self._reads_all:
             return
+        self.calls.append(name)
         for value in pytree.tree_leaves((args, kwargs)):
             if type(value) is not float or not math.isfinite(value) or value in (0.0, 1.0):
                 continue
@@ -234,7 +316,7 @@ class StatisticsLook:
 
     def __init__(self, given: Sequence[tuple[Any, int]], dims: Dims, report: Callable[[str], None]):
         self._given, self._dims, self._report = given, dims, report
-        self._numbers: dict[int, list[tuple[str, float]]] = {}
+        self._first: dict[int, StatisticsWatch] = {}
         self._has_found = False
 
     @contextmanager
@@ -249,13 +331,15 @@ class StatisticsLook:
         watch = StatisticsWatch([tree, inputs], num_samples, self._dims, received, is_last=is_last)
         with watch:
             yield
-        found, before = watch.found, self._numbers.setdefault(stage, watch.numbers)
-        if [name for name, _ in before] == [name for name, _ in watch.numbers]:
-            pairs = zip(before, watch.numbers, strict=True)
+        found, before = watch.found, self._first.setdefault(stage, watch)
+        if before.calls != watch.calls and before.calls and watch.calls:
+            found = found or "a branch by a number that is read of all of them"
+        elif [name for name, _ in before.numbers] == [name for name, _ in watch.numbers]:
+            pairs = zip(before.numbers, watch.numbers, strict=True)
             others = [name for (name, one), (_, two) in pairs if not math.isclose(one, two, rel_tol=_TOLERANCE)]
             if others:
                 # A constant, or a number that a script changes from step to step, would be the same in all of them.
                 found = found or f"{others[0]} of samples and of a number that is read of all of them"
-        if found:
+        if found := found or watch.read:
             self._has_found = True
             self._report(found)

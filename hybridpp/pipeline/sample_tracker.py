@@ -30,6 +30,12 @@ def input_leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[
             yield from input_leaves(value, (*path, index))
 
 
+def _begins_with_0(args: Sequence[Any]) -> bool:
+    """Whether ``torch.arange`` counts up from 0 by 1, given its arguments."""
+    start, step = args[0] if len(args) > 1 else 0, args[2] if len(args) > 2 else 1
+    return bool(start == 0 and step == 1)
+
+
 class Origins(Protocol):
     """What is known of where tensors come from."""
 
@@ -95,7 +101,7 @@ class SampleTracker:
         self._made = {}
         if name in SIZES:
             return
-        if name == "arange" or (name in _OTHER_SHAPES and self.counts_up(args, result)):
+        if (name == "arange" and _begins_with_0(args)) or (name in _OTHER_SHAPES and self.counts_up(args, result)):
             self._counting_up[id(result)] = weakref.ref(result)
         for position, one in enumerate(tensors_of(result)):
             call = Call(

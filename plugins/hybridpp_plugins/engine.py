@@ -392,8 +392,7 @@ class Engine(EngineParts):
         if not isinstance(called, CriterionAdapter) or called.declares_reduction or called.coupled or called.sums:
             return task
         counts = [int(info.num_microbatches) for info in self._replica_infos(infos)]
-        num_parts = sum(counts) if self.is_training else max(counts)
-        if num_parts == 1 or any(map(is_compiled_by_script, walk.modules(self.model))):
+        if sum(counts) == 1 or any(map(is_compiled_by_script, walk.modules(self.model))):
             return task
         given = [(one.inputs, one.num_samples) for one in batch.microbatches]
         report = partial(self.criterion_check.report, LossReduction.STATISTICS)

@@ -44,10 +44,13 @@ class KeptStateCheck:
         self._staged, self._layout, self._reported = staged, layout, reported
         # The other replicas and the tensor-parallel ranks run the same code.
         self._is_watcher = not (layout.here.dp or layout.here.tp)
-        self._alone: KeptState | None = KeptState(staged.model) if layout.dp.size > 1 else None
+        self._alone: KeptState | None = self._state() if layout.dp.size > 1 else None
         self._num_steps = self._most = 0
         self._found: list[KeptValue] = []
         self.is_active = False
+
+    def _state(self) -> KeptState:
+        return KeptState(self._staged.model, moves_weights=self._staged.gather is not None)
 
     def begin(self, counts: Collection[int]) -> None:
         """Call before the passes of a training step, with the replicas' numbers of micro-batches."""
@@ -60,7 +63,7 @@ class KeptStateCheck:
         if not self.is_active or not self._is_watcher:
             yield
             return
-        state = KeptState(self._staged.model) if self._most > 1 or self._alone is None else self._alone
+        state = self._state() if self._most > 1 or self._alone is None else self._alone
         self._staged.around_stage = lambda stage, arguments: state.watching(stage, sizes, arguments)
         try:
             yield

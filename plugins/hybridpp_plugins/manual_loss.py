@@ -115,7 +115,7 @@ class ManualLosses:
             with watch or nullcontext(), trace or nullcontext():
                 outputs = inner(forward, args, kwargs)
             if watch is not None:
-                self._statistics = self._statistics or watch.found
+                self._statistics = self._statistics or watch.found or watch.read
             with DisableTorchFunctionSubclass():
                 mark_outputs(list(map(end_of, tensors_of(outputs))), num_samples, trace, shapes)
             return outputs

@@ -7,14 +7,35 @@ from torch import nn
 from torch.nn import functional as F
 
 from hybridpp.cluster import Loopback
+from hybridpp.errors import ConfigError
 
 WIDTH = 6
 LOGGED = []
 
 
+def logging_its_loss(x):
+    LOGGED.append(float(F.mse_loss(x.detach(), torch.zeros_like(x))))
+    return x * 0.7310585786300049
+
+
 def logging_its_mean(x):
     LOGGED.append(float(x.detach().mean()))
-    return x * 0.7310585786300049
+    return x
+
+
+def of_a_mask(x):
+    chosen = x[x.detach() > 0]
+    return x + chosen.clamp(max=chosen.detach().max() * 0.2).sum() * x
+
+
+def with_its_derivative(x):
+    if not x.requires_grad:
+        return x
+    return x * torch.autograd.grad(x.square().sum(), x, create_graph=True)[0].norm(dim=1, keepdim=True)
+
+
+def backwards(x):
+    return x + 0.4 * x[torch.arange(len(x) - 1, -1, -1)]
 
 
 def in_range(x):
@@ -41,12 +62,26 @@ APPLIED = {
     "mul of samples and of a number that is read of all of them": [
         lambda x: x * (1 / x.detach().std().item()),
         lambda x: x * (1 / float(x.detach().std())),
-        lambda x: x * (0.5 + 3 * float(x.detach().std())),
         lambda x: x * float(x.detach().numpy().std()),
         lambda x: x * max(max(row) for row in x.tolist()),
     ],
     "fake_quantize_per_tensor_affine of samples and of a number that is read of all": [in_range],
     "a branch by their std": [lambda x: x * 0.5 if x.std() > 0.1 else x * 2],
+    "their std, which Python reads as a number": [
+        lambda x: x * 0.5 if float(x.detach().std()) > 0.1 else x * 2,
+        lambda x: x * (0.5 + 3 * float(x.detach().std())),
+        lambda x: x * 0.5 if f"{x.detach().std().item():.3f}" > "0.1" else x * 2,
+    ],
+    "their mean, which Python reads as a number; if that is only logged, all is right": [logging_its_mean],
+    "clamp of samples and of their max": [of_a_mask],
+    "of samples and of one of them": [
+        lambda x: x + x[0],
+        lambda x: x - x[-1:],
+        lambda x: x + x[x.norm(dim=1).argmax()],
+    ],
+    "layer_norm over the samples": [lambda x: F.layer_norm(x, x.shape)],
+    "avg_pool1d over the samples": [lambda x: x + F.avg_pool1d(x.T[None], 3, 1, 1)[0].T],
+    "gt of samples and of their topk": [lambda x: x * (x > x.detach().flatten().topk(5).values[-1])],
 }
 CASES = [(words, function) for words, functions in APPLIED.items() for function in functions]
 APART = [
@@ -55,7 +90,11 @@ APART = [
     lambda x: F.batch_norm(x, None, None, training=True),
     lambda x: x * (1 / x.shape[0] ** 0.5),
     lambda x: x * 0.5 if torch.isfinite(x).all() else x,
-    logging_its_mean,
+    lambda x: x + x.new_ones(4, 4).tril().flip(0).sum() * 0,
+    with_its_derivative,
+    lambda x: F.layer_norm(x, x.shape[1:]),
+    lambda x: torch.stack([row - row.mean() for row in x]),
+    logging_its_loss,
 ]
 
 
@@ -125,6 +164,10 @@ def test_what_earlier_stages_couple_is_named(caplog):
     coupled = lambda x: x * x.softmax(0)  # noqa: E731
     (warning,) = run(with_first(coupled), caplog, 2, pp_size=2)
     assert "softmax over the samples" in warning
+    (warning,) = run(with_first(backwards), caplog, 2, pp_size=2)
+    assert "getitem of chosen samples" in warning
+    with pytest.raises(ConfigError, match="of chosen samples"):
+        run(with_last(backwards), caplog)
 
 
 def test_replicas_and_declared_means(caplog):
