@@ -123,8 +123,8 @@ def with_sample_lists(batch: Any, dims: Dims) -> Dims:
     }
     if len(sizes) != 1:
         return dims
-    said = dims if isinstance(dims, Mapping) else () if dims is None or isinstance(dims, int) else range(len(dims))
-    found = [key for key, one in entries.items() if own[key] == 0 and key not in said and _is_of_samples(one, *sizes)]
+    given = dims if isinstance(dims, Mapping) else () if dims is None or isinstance(dims, int) else range(len(dims))
+    found = [key for key, one in entries.items() if own[key] == 0 and key not in given and _is_of_samples(one, *sizes)]
     if not found:
         return dims
     shown = own | dict.fromkeys(found, "list")

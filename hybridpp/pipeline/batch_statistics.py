@@ -166,7 +166,8 @@ class StatisticsWatch(WatchingMode):
             made.append(args[0])
         applied = next(filter(None, (_get(self._applied, one) for one in given)), "")
         standardised = next(filter(None, (_get(self._standardised, one) for one in given)), "")
-        if over and has_values:
+        is_lost = over == _ONE and not any(self._tracker.of(one) for one in made)  # one row with others of its own
+        if over and has_values and not is_lost:
             is_weight = name not in _ADDING and over.rpartition(" ")[2] in _WEIGHING
             self._note_applied(f"{name} of samples and of {over}", origin, given, made, is_weight=is_weight)
         elif applied:

@@ -1171,9 +1171,9 @@ class LossTrace(WatchingMode):
             for (prefix, suffix, _), index in self._sizes_in(count):
                 lengths.setdefault((prefix, suffix), {})[index] = seen
         totals: list[tuple[float, Count]] = []
-        for place, found in lengths.items():
+        for source, found in lengths.items():
             if len(found) == self._num_samples:
-                totals.append((sum(found.values()), self._sizes_of(*place, "size")))
+                totals.append((sum(found.values()), self._sizes_of(*source, "size")))
         return totals
 
     def _sizes_in(self, count: Count) -> list[tuple[tuple[Path, Path, str], int]]:
@@ -1202,12 +1202,12 @@ class LossTrace(WatchingMode):
                 pending += [self._count(one.function, part, *one.args[1:]) for part in inner.args[0]]
             else:
                 found.append(one)
-        places = [self._sizes_in(one) for one in found]
-        shared = set.intersection(*({place for place, _ in one} for one in places)) if places else set()
-        for place in shared:
-            indices = [index for one in places for own, index in one if own == place]
+        sources = [self._sizes_in(one) for one in found]
+        shared = set.intersection(*({source for source, _ in one} for one in sources)) if sources else set()
+        for source in shared:
+            indices = [index for one in sources for own, index in one if own == source]
             if sorted(indices) == list(range(self._num_samples)):
-                return self._sizes_of(*place)
+                return self._sizes_of(*source)
         return count
 
     def _sizes_of(self, prefix: Path, suffix: Path, kind: str) -> Count:

@@ -473,8 +473,8 @@ class Engine(EngineParts):
 
     def _pipeline_of(self, batch: SplitBatch) -> PipelineConfig:
         """The settings, with the dimensions of samples that the batch shows itself."""
-        said = self.pipeline.batch_dims or 0
-        return self.pipeline if batch.dims is said else replace(self.pipeline, batch_dims=batch.dims)
+        given = self.pipeline.batch_dims or 0
+        return self.pipeline if batch.dims is given else replace(self.pipeline, batch_dims=batch.dims)
 
     def _inspecting(
         self, called: CriterionAdapter | ForwardSignature, batch: SplitBatch, infos: list[RankBatchInfo]
