@@ -214,7 +214,9 @@ class GradientBuckets:
         if not self._scatters:  # else other memory is refused
             self._hooks.keep()
         if self._hidden.are_used:
-            self._zeros = (self._zeros - self._hidden.cleared()) | self._hidden.zeros()
+            cleared = self._hidden.cleared()
+            self._zeros = (self._zeros - cleared) | self._hidden.zeros()
+            self._used -= cleared
         else:
             self._drop(self._hidden.cleared())
         if self._state is _State.CONSUMED:
@@ -345,7 +347,9 @@ class GradientBuckets:
         if not self._sync:
             if self._reduction is not None and not self._is_stashed:
                 self._reduction.end_passes()
-            if self._is_always_hidden and not self._is_stashed:
+            # What each pass reduces is no longer in what a parameter would show.
+            if (self._is_always_hidden or self._reduces_each_pass) and not self._is_stashed:
+                self._accumulator.hide()
                 self._hidden.show(self._used)
             return
         if self._reduction is not None:
@@ -557,6 +561,8 @@ class GradientBuckets:
             kept -= self._accumulator.dropped() | self._hidden.cleared()
         self.zero(set_to_none)
         self._zeros = kept
+        # A step without another pass uses zeros, too.
+        self._used |= {name for name in kept if self.parameters[name].requires_grad}
         if kept and not self.exposes_grad:
             self._hidden.show_zeros(kept)
 

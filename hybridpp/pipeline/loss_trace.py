@@ -1040,6 +1040,8 @@ class LossTrace(WatchingMode):
 
         if name == "getitem" and any(isinstance(self._of(one), Count) for one in tensors_of(args[1:])):
             return self._unlinear(name, models, result)  # as a mean over the tasks that have samples
+        if name == "mean" and len(models) == 1 and self._may_lack_groups(terms):
+            return self._unlinear("mean over the groups that are there,", models, result)
         if name in _KEEPING and len(models) == 1:
             is_mean = name == "mean" and tensor.numel() == self._num_samples and self._are_of_each_row(terms)
             return keeps(terms, (TermFactor(self._rows, -1),) if is_mean else ())
@@ -1086,6 +1088,15 @@ class LossTrace(WatchingMode):
             if divisor is operands[1] and divisor.numel() == 1 and not divisor.requires_grad:
                 return keeps(terms, (TermFactor(self._rows, -1, True, divisor.detach()),))
         return self._unlinear(name, models, result)
+
+    def _may_lack_groups(self, terms: Sequence[Term]) -> bool:
+        """Whether terms are of groups of samples, as of classes, which the script leaves out where there are none."""
+        if len(terms) < 2 or not (self.has_branched or self.loops_over_values):
+            return False
+        divisors = [[one.count for one in term.factors or () if one.power < 0] for term in terms]
+        families = {tuple(one.family for one in of_term) for of_term in divisors}
+        signatures = {tuple(one.signature for one in of_term) for of_term in divisors}
+        return all(divisors) and len(families) == 1 < len(signatures)
 
     def _are_of_each_row(self, terms: Sequence[Term]) -> bool:
         """Whether a criterion has made these terms of one sample each, of all in all."""

@@ -24,6 +24,8 @@ class ModelZeroGrad:
         """Drop the gradients that add up for the next step. Every rank must call it."""
         self._optimizer.zero_grad(set_to_none)
         type(self._model).zero_grad(self._model, set_to_none)
+        if not set_to_none:
+            self._optimizer.zero_grad(set_to_none=False)  # it has written zeros
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MethodType:
         """A copy of a boosted model is not boosted: the method of its class."""

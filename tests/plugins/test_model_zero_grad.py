@@ -194,3 +194,39 @@ def test_gradients_that_the_script_sets_to_zeros_count(clears, settings):
             assert_near(here, there, 2e-2 if "precision" in settings else 1e-6)
         if settings.get("precision") != "bf16":  # which rounds small changes away
             assert moved(found) == moved(expected)
+
+
+@pytest.mark.parametrize("settings", [*LAYOUTS, *DIVIDED], ids=str)
+@pytest.mark.parametrize("of_model", [False, True])
+def test_zeros_between_a_pass_and_a_step_are_those_of_the_step(of_model, settings):
+    """As a script drops a bad batch: momentum and decay act, as in torch."""
+    make = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
+    given = torch.randn(4, 4, 4, generator=torch.Generator().manual_seed(0))
+
+    def steps(model, optimizer, run):
+        for number, x in enumerate(given):
+            optimizer.zero_grad()
+            run(x, number == 0)
+            if number == 2:
+                (model if of_model else optimizer).zero_grad(set_to_none=False)
+            optimizer.step()
+
+    plain = Seldom()
+    by_torch = make(plain.parameters())
+    steps(plain, by_torch, lambda x, uses_all: plain(x, uses_all).square().mean().backward())
+    layout, dp_size = {name: value for name, value in settings.items() if name != "dp_size"}, settings.get("dp_size", 1)
+
+    def run():
+        booster, model, optimizer = boosted(Seldom(), make, {"x": given[0][:1], "uses_all": True}, **layout)
+
+        def in_pipeline(x, uses_all):
+            part = replica_part({"x": x}, booster.plugin.layout.here.dp, dp_size)
+            batch = {"uses_all": uses_all, **part}
+            booster.execute_pipeline(iter([batch]), model, lambda y, _: y.square().mean(), optimizer)
+
+        steps(model, optimizer, in_pipeline)
+        with booster.unsharded(model):
+            return {name: one.float().clone() for name, one in model.state_dict().items()}
+
+    for found in Loopback(dp_size * settings.get("tp_size", 1)).run(run):
+        assert_near(found, weights_of(plain), 2e-2 if "precision" in settings else 1e-6)

@@ -2169,6 +2169,28 @@ def test_boxes_that_are_as_many_as_images_at_first_are_counted():
         torch.testing.assert_close(found[name], value.detach(), atol=1e-6, rtol=1e-5, msg=name)
 
 
+def _of_classes_that_are_there(o, i):
+    losses = F.cross_entropy(o, i["y"], reduction="none")
+    return torch.stack([losses[i["y"] == c].mean() for c in range(4) if (i["y"] == c).any()]).mean()
+
+
+def _of_values_that_are_there(o, i):
+    losses = F.cross_entropy(o, i["y"], reduction="none")
+    return torch.stack([losses[i["y"] == c].mean() for c in i["y"].unique()]).mean()
+
+
+@pytest.mark.parametrize("criterion", [_of_classes_that_are_there, _of_values_that_are_there])
+def test_a_mean_over_classes_is_refused_where_all_are_there_at_first(criterion):
+    batch = {"input": torch.randn(8, 5), "y": torch.arange(8) % 4}
+
+    def run():
+        booster, model, optimizer = boosted(nn.Linear(5, 4), sgd, batch["input"][:4], num_microbatches=2)
+        with pytest.raises(ConfigError, match="over the groups that are there"):
+            booster.execute_pipeline(iter([batch]), model, criterion, optimizer)
+
+    Loopback(1).run(run)
+
+
 def _one_hot(o, i):
     targets = torch.zeros(len(o), 4)
     targets[torch.arange(len(o)), i["y"]] = 1
