@@ -234,6 +234,8 @@ class LossTrace(WatchingMode):
         self.in_criterion, self.is_empty, self.has_read, self.has_branched = False, False, False, False
         self.loops_over_values = False
         self.guessed: list[float] = []
+        # Whether a plain number may be a sum of the lengths of a list of samples.
+        self._counts_lists = True
         # A constant, before the call writes to it.
         self._overwritten: Tensor | None = None
         # Whether the script has taken numbers of what the model computed to where no call is followed.
@@ -941,7 +943,7 @@ class LossTrace(WatchingMode):
             return TermFactor(self._rows, -1, True, tensor.numel())
         if what.numel is not None and what.numel.function is single:
             return TermFactor(what.numel, -1)
-        return TermFactor(self._rows if what.numel is None else self._count(numel, what.numel), -1)
+        return TermFactor(self._rows if what.numel is None else self._total_of(self._count(numel, what.numel)), -1)
 
     def _reduced(self, name: str, args: Any, kwargs: Any, result: Tensor, tensor: Tensor, what: _OfModel) -> _OfModel:
         dims = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))
@@ -952,16 +954,30 @@ class LossTrace(WatchingMode):
         is_chosen = what.numel is not None and what.numel.function is _chosen
         if self.samples_of(tensor) is not None:
             if not self._tracker.made(result).is_gone:
-                return _OfModel(what.numel if is_chosen else None, why=what.why)
+                return _OfModel(what.numel if is_chosen else self._rows_in(tensor, what, over), why=what.why)
         elif len(over) < max(tensor.dim(), 1):
             rows = tensor.shape[0]
             # Rows are samples, or all tokens of all samples; of a tensor with more dimensions they may be experts.
             are_items = rows == self._num_samples or (tensor.dim() == 2 and rows % self._num_samples == 0)
             if 0 not in over or what.is_stack or not are_items:
                 # Of rows that a mask selects, of which there may be none.
-                return _OfModel(what.numel if is_chosen and 0 not in over else None, why=what.why)
+                kept = what.numel if is_chosen and 0 not in over else self._rows_in(tensor, what, over)
+                return _OfModel(kept, what.is_observed and 0 not in over, why=what.why)
         factors = (self._num_items(tensor, what),) if name == "mean" else ()
         return _OfModel(terms=(self._term(factors, result, what.why, divided=what.divided),))
+
+    def _rows_in(self, tensor: Tensor, what: _OfModel, over: set[int]) -> Count | None:
+        """As many elements as the inputs have rows in what a tensor is made of, if they are others than samples."""
+        rows = tensor.shape[0]
+        if what.numel is None or 0 in over or rows == self._num_samples or what.numel.function is single:
+            return None
+        try:
+            made = what.numel.of(self._tree, self._num_samples)
+        except Exception:  # any operation of the script's, on inputs of another form
+            return None
+        if not isinstance(made, Tensor) or made.shape[:1] != (rows,):
+            return None
+        return self._count(_room, [self._count(size, what.numel, 0)], [1])
 
     def _loss(self, name: str, call: "_LossCall", result: Tensor, models: list[tuple[Tensor, _OfModel]]) -> _OfModel:
         """Of one of torch's losses."""
@@ -1000,7 +1016,7 @@ class LossTrace(WatchingMode):
         if factor is None:
             elementwise = isinstance(known, Count) and (not is_classes and name not in _OF_ROWS)
             if elementwise and target.numel() >= call.input.numel():
-                elements = self._count(numel, known)
+                elements = self._total_of(self._count(numel, known))
                 factor = TermFactor(self._count(of_row, elements) if is_of_row else elements, -1)
             else:
                 factor = self._num_items(call.input, of_input)
@@ -1027,6 +1043,8 @@ class LossTrace(WatchingMode):
         """Of tensors that are sums over samples."""
         tensor, what = models[0]
         terms = what.terms or ()
+        # Means of each sample are averaged over samples.
+        self._counts_lists = not any(term.row is not None and term.factors for term in terms)
 
         def keeps(of: Sequence[Term], factors: tuple[TermFactor, ...] = ()) -> _OfModel:
             """The function is linear in the tensor."""
@@ -1159,7 +1177,7 @@ class LossTrace(WatchingMode):
         if is_own and (found := next((one for seen, one in newest if seen is value), None)) is not None:
             return found
         counts = dict.fromkeys(one for seen, one in newest if seen == value)
-        if (total := self._total_like(value)) is not None:
+        if self._counts_lists and (total := self._total_like(value)) is not None:
             counts = {total: None} | (counts if self._num_samples > 1 else {})
         if not counts and isinstance(value, float):
             counts = dict.fromkeys(one for seen, one in newest if seen and abs(value - seen) <= 1e-4 * abs(seen))
@@ -1251,7 +1269,7 @@ class LossTrace(WatchingMode):
         if isinstance(value, Tensor) and value.numel() == 1 and isinstance(known := self._of(value), Count):
             return TermFactor(known, power)
         found = self._number_like(value, is_constant=self._is_constant_factor(power < 0))
-        return None if found is None else TermFactor(found, power)
+        return None if found is None else TermFactor(self._total_of(found), power)
 
     def _divisor(self, value: Any) -> TermFactor | None:
         """What a term is divided by, with the lower limit that the script's branches give it."""
