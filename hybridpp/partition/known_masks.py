@@ -1,5 +1,6 @@
 """Indexing fake tensors by masks of inputs: the masks are real, so the shape of what is selected is known."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,9 @@ def run_with_known_masks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     On fakes, the number of elements that a mask selects counts as unknown, although a mask of inputs is the same on
     every stage.
     """
+    if func is Tensor.__format__ and _is_fake(args[0]) and args[0].dim() == 0:
+        # As for a log: f"{x.std():.3f}".
+        return format(math.nan if args[0].is_floating_point() else 0, args[1])
     if func in _INDEXED and len(args) > 1 and _is_fake(args[0]):
         return func(args[0], _without_masks(args[1]), *args[2:], **kwargs)
     if func in _LIKE and len(args) == 2 and not _is_fake(args[0]) and _is_fake(args[1]):

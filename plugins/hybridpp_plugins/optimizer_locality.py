@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from hybridpp.cluster import get_dist_logger
 from hybridpp.config import Precision, ZeroConfig
 from hybridpp.errors import ConfigError
 from hybridpp.nn.structure import Structure
-from hybridpp.nn.torch_private import step_post_hooks_of, step_pre_hooks_of
+from hybridpp.nn.torch_private import GLOBAL_STEP_PRE_HOOKS, step_post_hooks_of, step_pre_hooks_of
+from hybridpp.nn.watcher import function_name
 from hybridpp.optim import (
     FLAT,
     Cut,
@@ -33,6 +35,10 @@ from hybridpp_plugins.layout import Layout
 _NOT_TRIED = ("param_groups", "state", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 # Behind the steps that a trial takes.
 _FIRST_LATER = 32
+_READING = frozenset(["item", "float", "tolist", "numpy", "array", "renorm", "renorm_"])
+_DRAWING = ("randn_like", "rand_like", "normal", "uniform", "bernoulli", "dropout", "exponential")
+_SEES = "sees what this rank updates"
+_DECIDE = "Decide by optimizer.get_grad_norm() in the script, before the step, or set max_norm of the plugin."
 _LOCAL = "an elementwise optimizer (AdamW, HybridAdam, SGD)"
 
 
@@ -240,14 +246,19 @@ class StepWatch:
     @contextmanager
     def around(self, number: int) -> Iterator[None]:
         """A context for a step of the optimizer, the ``number``-th one since boost."""
-        is_rule_watched = number >= _FIRST_LATER and self._is_elementwise and not compiles_update(self._optimizer)
+        # Hooks of all optimizers are called inside of the step.
+        is_due = number >= _FIRST_LATER or bool(GLOBAL_STEP_PRE_HOOKS)
+        is_rule_watched = is_due and self._is_elementwise and not compiles_update(self._optimizer)
         with ExitStack() as stack:
             rule = stack.enter_context(OperationsWatch()) if is_rule_watched else None
             stack.enter_context(self._watched_hooks(rule))
             yield
         if rule is not None and rule.mixes:
             name = optimizer_name(self._optimizer)
-            self._tell(f"{name}.step", f"did not before step {number}", f"Use {_LOCAL}.")
+            if number < _FIRST_LATER:
+                self._tell(f"a hook of all optimizers' steps, in {name}'s,", _SEES, _DECIDE)
+            else:
+                self._tell(f"{name}.step", f"did not before step {number}", f"Use {_LOCAL}.")
 
     @contextmanager
     def _watched_hooks(self, rule: OperationsWatch | None) -> Iterator[None]:
@@ -267,17 +278,13 @@ class StepWatch:
 
     def _run_hook(self, hook: Callable[..., Any], rule: OperationsWatch | None, *given: Any) -> Any:
         mixed_before = rule is not None and rule.mixes
-        with OperationsWatch() as operations:
+        with OperationsWatch() as operations, _Reads() as reads:
             result = hook(*given)
         if rule is not None:
             rule.mixes = mixed_before
-        if operations.mixes:
+        if operations.mixes or reads.found:
             name = getattr(hook, "__qualname__", type(hook).__qualname__)
-            self._tell(
-                f"{name}, a hook of {optimizer_name(self._optimizer)}'s step,",
-                "sees what this rank updates",
-                "Decide by optimizer.get_grad_norm() in the script, before the step, or set max_norm of the plugin.",
-            )
+            self._tell(f"{name}, a hook of {optimizer_name(self._optimizer)}'s step,", _SEES, _DECIDE)
         return result
 
     def _tell(self, what: str, why: str, instead: str) -> None:
@@ -285,11 +292,23 @@ class StepWatch:
             return
         self._reported.add(what)
         get_dist_logger().warning(
-            f"{what} takes several elements together (a norm, a sum, the largest one), and {why}. With {self._parting} "
-            "that is a part of the model: what it makes of all parameters, or of one that ranks have parts of, depends "
-            f"on the layout, and is not the same on all ranks. {instead}",
+            f"{what} takes several elements together (a norm, a sum), reads numbers or draws some, and {why}. With "
+            f"{self._parting} that is a part of the model: what it makes of all parameters, or of one that ranks have "
+            f"parts of, depends on the layout, and is not the same on all ranks. {instead}",
             ranks=[0],
         )
+
+
+class _Reads(TorchFunctionMode):
+    """Notes whether numbers of tensors are read, drawn, or made of several elements in a tensor as large."""
+
+    found = False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function_name(function)
+        is_of_floats = bool(args) and isinstance(args[0], Tensor) and args[0].is_floating_point()
+        self.found |= is_of_floats and (name in _READING or name.strip("_").endswith(_DRAWING))
+        return function(*args, **(kwargs or {}))
 
 
 def _shards(parameter: Tensor) -> Cut:

@@ -218,3 +218,14 @@ def test_statistics_of_inputs_count_where_they_meet_a_parameter(is_loss, caplog)
     found = run(lambda: [Standardising(is_loss)], caplog, criterion=criterion)
     assert len(found) == (not is_loss)
     assert is_loss or "sub of samples and of their mean" in found[0]
+
+
+def formatted(x):
+    LOGGED.append(f"{x.detach().std():.3f} {x.dim()} {(x > 0).sum():d}")
+    return x
+
+
+def test_numbers_in_a_log_are_formatted_in_any_layout(caplog):
+    for pp_size in (1, 2):
+        (warning,) = run(with_first(formatted), caplog, pp_size, pp_size=pp_size)
+        assert "their std, which Python reads as a number; if that is only logged, all is right" in warning

@@ -457,6 +457,33 @@ def test_hooks_that_take_gradients_of_a_part_together_are_named_once(settings, c
     assert not of_parts(caplog)
 
 
+def reads_one(optimizer, *_):
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5 if parameter.grad.flatten()[0].item() > 0 else 1.0)
+
+
+def renorms(optimizer, *_):
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            for parameter in (one for one in group["params"] if one.dim() > 1):
+                torch.renorm(parameter, 2, 0, 0.5)
+
+
+def draws(optimizer, *_):
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            torch.randn_like(parameter)
+
+
+@pytest.mark.parametrize("hook", [reads_one, draws, renorms])
+def test_hooks_that_read_or_draw_are_named(hook, caplog):
+    steps_with(functools.partial(optim.SGD, lr=0.1), 2, 1, hook=hook, pp_size=2)
+    (text,) = of_parts(caplog)
+    assert f"{hook.__name__}, a hook of SGD's step, takes several elements together" in text
+
+
 @pytest.mark.parametrize("settings", PARTS, ids=str)
 def test_a_rule_that_begins_behind_the_trial_is_named(settings, caplog):
     steps_with(functools.partial(NormedFrom40, lr=0.01), 2, 64, **settings)
