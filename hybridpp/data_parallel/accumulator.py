@@ -124,6 +124,13 @@ class GradientAccumulator:
             return set()
         return {name for name, parameter in self._exposed.items() if parameter.grad is None and name not in self._stale}
 
+    def drop(self, names: Iterable[str]) -> None:
+        """Let exposed sums of zeros, to which nothing was added, be None."""
+        for name in names:
+            parameter = self._exposed.get(name)
+            if parameter is not None and parameter.grad is self.views[name]:
+                parameter.grad = None
+
     def ask_for_zeros(self, names: set[str]) -> None:
         """Find out which sums of these parameters, which are shown, are zeros before they are dropped.
 

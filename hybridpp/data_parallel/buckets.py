@@ -357,10 +357,18 @@ class GradientBuckets:
         elif self._shared.summands:
             self._used_anywhere = self._sum_shared()
         self._state = _State.REDUCED
+        self._drop_unreached()
         if self._scatters:
             self._accumulator.hide()
         if not self.exposes_grad:
             self._hidden.show(self._used | self._summed)
+
+    def _drop_unreached(self) -> None:
+        """Let exposed gradients that no pass has reached be None, as in torch; where only the device knows, zeros."""
+        anywhere = self._used_anywhere
+        is_known = anywhere is None or anywhere.flags.is_cpu
+        if self.exposes_grad and is_known and not self._is_stashed and len(self._used) < len(self.parameters):
+            self._accumulator.drop(self.unused_parameters())
 
     def _sum_shared(self) -> ReachedFlags:
         return self._shared.sum(self._used)

@@ -230,3 +230,47 @@ def test_zeros_between_a_pass_and_a_step_are_those_of_the_step(of_model, setting
 
     for found in Loopback(dp_size * settings.get("tp_size", 1)).run(run):
         assert_near(found, weights_of(plain), 2e-2 if "precision" in settings else 1e-6)
+
+
+def decayed(model):
+    for one in model.parameters():
+        if one.grad is not None:
+            one.grad = one.grad + 0.1 * one.detach()
+
+
+def filled(model):
+    for one in model.parameters():
+        if one.grad is None:
+            one.grad = torch.zeros_like(one)
+        one.grad.add_(one.detach(), alpha=0.1)
+
+
+@pytest.mark.parametrize("settings", LAYOUTS, ids=str)
+@pytest.mark.parametrize("change", [decayed, filled])
+def test_a_gradient_that_no_pass_has_reached_is_none(change, settings):
+    make = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    given = torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(0))
+    plain = Seldom()
+    optimizer = make(plain.parameters())
+    for number, x in enumerate(given):
+        optimizer.zero_grad()
+        plain(x, number == 0).square().mean().backward()
+        change(plain)
+        optimizer.step()
+    layout, dp_size = {name: value for name, value in settings.items() if name != "dp_size"}, settings.get("dp_size", 1)
+
+    def run():
+        booster, model, optimizer = boosted(Seldom(), make, {"x": given[0][:1], "uses_all": True}, **layout)
+        for number, x in enumerate(given):
+            optimizer.zero_grad()
+            part = replica_part({"x": x}, booster.plugin.layout.here.dp, dp_size)
+            batch = {"uses_all": number == 0, **part}
+            booster.execute_pipeline(iter([batch]), model, lambda y, _: y.square().mean(), optimizer)
+            assert model.never.weight.grad is None
+            assert (model.seldom.weight.grad is None) == bool(number)
+            change(model)
+            optimizer.step()
+        return {name: one.float().clone() for name, one in model.state_dict().items()}
+
+    for found in Loopback(dp_size * settings.get("tp_size", 1)).run(run):
+        assert_near(found, weights_of(plain), 1e-6)
