@@ -70,8 +70,8 @@ _STATISTICS = (
 _LIMIT = (
     "on some replicas, the loss that booster.backward gets has a sum that is divided by 1: it is taken for one item. "
     "If the batch has none there, and 1 is a lower limit (max(n, 1)), the sum counts for too much. Divide by the mean "
-    "of n over the replicas (torch.distributed.all_reduce over plugin.dp_group), and pass num_items=1 on all ranks. See "
-    "docs/losses.md."
+    "of n over the replicas (torch.distributed.all_reduce over plugin.dp_group), and pass num_items=1 on all ranks. "
+    "See docs/losses.md."
 )
 
 
