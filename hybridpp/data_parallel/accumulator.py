@@ -75,6 +75,8 @@ class GradientAccumulator:
         self._stale: set[str] = set()
         # Of these, those of which it is to be found whether the old values are zeros, and those of which they are.
         self._asked: set[str] = set()
+        # Those of zeros that are None, as nothing was added to them.
+        self._unreached: set[str] = set()
         self._found_zeros: set[str] = set()
         # The version of each bucket when it was last all zero; writes through ``.data`` do not change the version.
         self._zero_versions = {bucket: -1 if bucket.frees else version_of(bucket.flat) for bucket in self.buckets}
@@ -97,6 +99,7 @@ class GradientAccumulator:
     def begin(self) -> None:
         """Prepare for backward passes."""
         is_hidden, self._is_hidden = self._is_hidden, False
+        self._unreached.clear()
         for name, parameter in self._exposed.items():
             view, gradient = self.views[name], parameter.grad
             if gradient is view:
@@ -130,6 +133,7 @@ class GradientAccumulator:
             parameter = self._exposed.get(name)
             if parameter is not None and parameter.grad is self.views[name]:
                 parameter.grad = None
+                self._unreached.add(name)
 
     def ask_for_zeros(self, names: set[str]) -> None:
         """Find out which sums of these parameters, which are shown, are zeros before they are dropped.
@@ -236,7 +240,7 @@ class GradientAccumulator:
         changed = {}
         for name, parameter in self._exposed.items():
             view, gradient = self.views[name], parameter.grad
-            if gradient is view:
+            if gradient is view or (gradient is None and name in self._unreached):
                 continue
             changed[name] = gradient is not None
             if gradient is None:

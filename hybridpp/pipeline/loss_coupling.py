@@ -120,6 +120,7 @@ class LossSection:
     def __init__(self, loss: Tensor):
         self._outputs: dict[_Edge, _Output] = {}
         self._bent: list[Node] = []
+        self._of_classes: list[Node] = []
         self._is_own = False
         names = self._walk(loss, _MAX_TOLD)
         self.positions = sorted({one.position for one in self._outputs.values()})
@@ -130,7 +131,7 @@ class LossSection:
         self.signature = 1 + (zlib.crc32(repr((names, self.positions)).encode()) & 0xFFFFFF)
 
     def _walk(self, loss: Tensor, limit: int) -> list[str]:
-        self._outputs, self._bent, self._is_own = {}, [], False
+        self._outputs, self._bent, self._of_classes, self._is_own = {}, [], [], False
         names: list[str] = []
         start = get_gradient_edge(loss)
         pending: list[_Edge] = [(start.node, start.output_nr)]
@@ -146,6 +147,8 @@ class LossSection:
                 break
             names.append(node.name())
             self._is_own |= isinstance(node, BackwardCFunction)
+            if names[-1].startswith("NllLossBackward"):
+                self._of_classes.append(node)
             if any(kind.fullmatch(names[-1]) for kind in (_BENT, _CHOOSING, _OF_PAIRS)):
                 self._bent.append(node)
             for following, which in node.next_functions:
@@ -169,6 +172,8 @@ class LossSection:
         """
         self._walk(loss, _MAX_NODES)
         why = next((one.why for one in self._outputs.values() if one.why), "")
+        if not why and any(map(_are_samples, self._of_classes)):
+            why = "classes that are the samples themselves"
         if why:
             return why
         # An autograd function of the script's may be unable to go back twice.
@@ -231,6 +236,14 @@ class LossSection:
                 for other in [one for one in ends if one[0] in following]:
                     del ends[other]
         return ends
+
+
+def _are_samples(node: Node) -> bool:
+    """Whether the classes of a loss are its rows, as of similarities with keys that may have no graph."""
+    target, scores = getattr(node, "_saved_target", None), getattr(node, "_saved_self", None)
+    if target is None or scores is None or target.dim() != 1 or not 1 < len(target) == scores.shape[1]:
+        return False
+    return torch.equal(target, torch.arange(len(target), device=target.device))
 
 
 @contextmanager

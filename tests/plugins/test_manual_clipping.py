@@ -19,6 +19,7 @@ from support import (
 )
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
+from hybridpp import Booster, HybridParallelPlugin
 from hybridpp.cluster import Loopback
 from hybridpp.errors import ConfigError
 
@@ -267,3 +268,36 @@ def test_in_half_precision_passes_evaluations_and_clipping_go_together():
             assert all(parameter.grad is None for parameter in model.parameters())
 
     Loopback(1).run(run)
+
+
+class ByTask(torch.nn.Module):
+    """Two layers before and two after a common one, of which a step uses one each."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.common, self.left, self.right = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x, task):
+        x = self.common((self.second if task else self.first)(x)).tanh()
+        return (self.right if task else self.left)(x)
+
+
+@pytest.mark.parametrize("pp_size", [1, 2])
+def test_parameters_that_steps_leave_out_are_no_work_of_the_script(pp_size, caplog):
+    x = torch.randn(4, 4)
+
+    def run():
+        samples = [{"x": x[:2], "task": task} for task in (0, 1)]
+        booster = Booster(plugin=HybridParallelPlugin(pp_size=pp_size, num_microbatches=2, precision="fp32"))
+        model = ByTask()
+        parts = booster.boost(model, torch.optim.AdamW(model.parameters()), samples=samples)
+        for task in (0, 1, 1, 0):
+            batch = {"x": x, "task": task}
+            booster.execute_pipeline(iter([batch]), parts.model, lambda y, _: y.square().mean(), parts.optimizer)
+            parts.optimizer.step()
+            parts.optimizer.zero_grad()
+
+    Loopback(pp_size).run(run)
+    assert not [one for one in caplog.records if "the script wrote to gradients" in one.getMessage()]

@@ -481,6 +481,18 @@ def test_a_loop_whose_loss_couples_samples_later_on_is_refused_then():
     Loopback(2).run(run)
 
 
+@pytest.mark.parametrize("of", ["detached", "no graph", "inputs"])
+def test_negatives_whose_keys_have_no_graph_are_refused_in_a_loop(of):
+    def call(booster, model, rows, optimizer):
+        queries = model(rows).flatten(1)
+        with torch.no_grad():
+            keys = model(rows + 1).flatten(1)
+        keys = {"detached": queries.detach(), "no graph": keys, "inputs": queries.detach() * 0 + rows.sum()}[of]
+        booster.backward(functional.cross_entropy(queries @ keys.T, torch.arange(len(queries))), optimizer)
+
+    assert "classes that are the samples themselves" in _refused_call(call, _tagger)
+
+
 class WithFeatures(Tagger):
     """Returns what it makes its outputs of, too; with a normalisation over the batch between them, if asked."""
 
