@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -190,7 +191,8 @@ def test_output_that_cannot_be_written_is_two_lines():
 
 
 def test_a_reader_that_stops_early_is_no_error():
-    command = f"{sys.executable} -m hybridpp schedule gpipe --stages 16 --microbatches 256 | head -c 10"
+    python = shlex.quote(sys.executable)
+    command = f"{python} -m hybridpp schedule gpipe --stages 16 --microbatches 256 | head -c 10"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("rank 0  | ", "")
 
