@@ -172,8 +172,6 @@ class LossSection:
         """
         self._walk(loss, _MAX_NODES)
         why = next((one.why for one in self._outputs.values() if one.why), "")
-        if not why and any(map(_are_samples, self._of_classes)):
-            why = "classes that are the samples themselves"
         if why:
             return why
         # An autograd function of the script's may be unable to go back twice.
@@ -189,7 +187,8 @@ class LossSection:
                 with _cut({node for before in groups[:number] for node, _ in before}):
                     if why := self._coupling(loss, ends, least):
                         return why
-            return ""
+            are_samples = not is_of_one_item and any(_are_samples(node, least) for node in self._of_classes)
+            return "classes that are the samples themselves" if are_samples else ""
         except torch.OutOfMemoryError:  # the pass itself may need less
             get_dist_logger().warning(
                 "out of memory while a loss of booster.backward was looked at, the first time that it is made in this "
@@ -238,10 +237,10 @@ class LossSection:
         return ends
 
 
-def _are_samples(node: Node) -> bool:
+def _are_samples(node: Node, least: int) -> bool:
     """Whether the classes of a loss are its rows, as of similarities with keys that may have no graph."""
     target, scores = getattr(node, "_saved_target", None), getattr(node, "_saved_self", None)
-    if target is None or scores is None or target.dim() != 1 or not 1 < len(target) == scores.shape[1]:
+    if target is None or scores is None or target.dim() != 1 or not least <= len(target) == scores.shape[1]:
         return False
     return torch.equal(target, torch.arange(len(target), device=target.device))
 
