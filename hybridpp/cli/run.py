@@ -9,14 +9,17 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import wraps
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import typer
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT_PORT
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
@@ -179,6 +182,7 @@ def _run(parsed: Namespace, notes: Path, awaited: _Awaited | None) -> int:
                 "on its host, too, with the same --rdzv-endpoint, and let firewalls pass that port."
             )
             return FAILED
+        allow_ended_ranks()
         torchrun.run(parsed)  # type: ignore[no-untyped-call]  # torch
     except ChildFailedError as error:
         return _failed(error)
@@ -190,6 +194,22 @@ def _run(parsed: Namespace, notes: Path, awaited: _Awaited | None) -> int:
     except SignalException as received:
         return _stopped(notes, torchrun.determine_local_world_size(parsed.nproc_per_node), received.sigval)
     return _say_stopped("the job") if _has_saved(notes) else 0
+
+
+def allow_ended_ranks() -> None:
+    """Let torchrun stop ranks of which one has ended just now: it would leave the others, with a ProcessLookupError."""
+    close = SubprocessHandler.close
+    if getattr(close, "allows_ended", False):
+        return
+
+    @wraps(close)
+    def close_if_there(handler: SubprocessHandler, death_sig: signal.Signals | None = None) -> None:
+        with suppress(ProcessLookupError):
+            close(handler, death_sig)
+
+    close_if_there.allows_ended = True  # type: ignore[attr-defined]
+    handler_class: Any = SubprocessHandler
+    handler_class.close = close_if_there
 
 
 def _failed(error: ChildFailedError) -> int:

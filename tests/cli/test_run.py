@@ -1,3 +1,4 @@
+import inspect
 import json
 import logging
 import os
@@ -13,10 +14,12 @@ from support import ROOT
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 from hybridpp.checkpoint.commit import committed_steps
 from hybridpp.cli import main, run
+from hybridpp.cli.run import allow_ended_ranks
 from hybridpp.cluster.launcher_notes import LauncherNotes
 
 SCRIPT = ROOT / "tests/scripts/recovering.py"
@@ -395,3 +398,16 @@ def test_a_job_is_restarted_stopped_and_leaves_nothing(tmp_path):
     for file in path.glob("pid-*"):
         with pytest.raises(ProcessLookupError):
             os.kill(int(file.read_text()), 0)
+
+
+def test_ranks_that_have_ended_are_no_reason_to_leave_others(tmp_path):
+    allow_ended_ranks()
+    allow_ended_ranks()
+    takes_more = "numa_options" in inspect.signature(SubprocessHandler).parameters
+    given = {"env": {}, "stdout": None, "stderr": None, **({"numa_options": None} if takes_more else {})}
+    ended = SubprocessHandler(sys.executable, ("-c", "pass"), local_rank_id=0, **given)
+    ended.proc.wait()
+    ended.close(signal.SIGTERM)  # its group of processes is gone
+    running = SubprocessHandler(sys.executable, ("-c", "import time; time.sleep(60)"), local_rank_id=1, **given)
+    running.close(signal.SIGTERM)
+    assert running.proc.wait(timeout=30) == -signal.SIGTERM
