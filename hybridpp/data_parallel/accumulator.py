@@ -75,9 +75,9 @@ class GradientAccumulator:
         self._stale: set[str] = set()
         # Of these, those of which it is to be found whether the old values are zeros, and those of which they are.
         self._asked: set[str] = set()
+        self._found_zeros: set[str] = set()
         # Those of zeros that are None, as nothing was added to them.
         self._unreached: set[str] = set()
-        self._found_zeros: set[str] = set()
         # The version of each bucket when it was last all zero; writes through ``.data`` do not change the version.
         self._zero_versions = {bucket: -1 if bucket.frees else version_of(bucket.flat) for bucket in self.buckets}
 
