@@ -196,8 +196,8 @@ def _compile_blocks(
         return ()
     keywords = settings.compile.keywords(full_graph=settings.parallel.tp_size == 1)
     if planner.splits_backward:
-        return compile_blocks(adapter, compile_keywords(keywords))
-    inside = compile_blocks(adapter, keywords)
+        return compile_blocks(adapter, compile_keywords(keywords), device)
+    inside = compile_blocks(adapter, keywords, device)
     half = torch_dtype(settings.precision)
     fuses = half is not None and settings.optimizer.fused_weight_gradients and adds_products(device, half)
     # Operators of the library would keep the compiler from making CUDA graphs.

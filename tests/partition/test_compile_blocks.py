@@ -104,6 +104,7 @@ def dropped_blocks():
 
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.skipif(" " in torch.__file__, reason="inductor needs torch under a path without blanks")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 def test_dropout_of_inductor_does_not_depend_on_the_layout(monkeypatch):
     """Its generated code draws by a seed that it takes from torch's generator."""
@@ -118,6 +119,18 @@ def test_dropout_of_inductor_does_not_depend_on_the_layout(monkeypatch):
     actual = run(dropped_blocks, compile_blocks=True, pp_size=2, gradient_checkpoint_config={})
     assert actual["losses"][0] == expected["losses"][0]
     assert_same(actual["gradients"], expected["gradients"])
+
+
+def test_inductor_needs_torch_under_a_path_without_blanks(monkeypatch):
+    monkeypatch.setattr(torch, "__file__", "/home/a user/lib/torch/__init__.py")
+    with pytest.raises(ConfigError) as error:
+        run(Blocks, compile_blocks=True)
+    assert str(error.value) == (
+        "compile_blocks needs torch and Python in folders without blanks or quotes, as inductor does not quote them "
+        "for its C++ compiler: got '/home/a user/lib/torch'. Make the environment elsewhere, pass "
+        "compile_blocks={'backend': 'aot_eager'}, or leave compile_blocks out."
+    )
+    run(Blocks, compile_blocks={"backend": "eager"})
 
 
 def test_replicas_and_evaluation():
