@@ -91,9 +91,9 @@ $(VENV)/.docs: $(READY)
 
 # The wheel, in an environment of its own and an empty folder: its commands, a boost, make vit's script.
 # ARGS="" takes the newest torch, which is for CUDA.
-wheel: ARGS = --constraint $(CURDIR)/constraints.txt
+wheel: ARGS = --constraint constraints.txt
 wheel: $(READY)
-	PYTHON=$(CURDIR)/$(BIN)/python tests/scripts/try_wheel.sh $(ARGS)
+	PYTHON=$(BIN)/python tests/scripts/try_wheel.sh $(ARGS)
 
 # The lower bounds of pyproject.toml, in an environment of its own, which takes 6 GB: no older torch for the CPU alone
 # is on PyPI. Of the tests, those that meet most of what torch, transformers and the others changed. Old packages beside

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Builds the wheel, installs it into an environment of its own, and uses it in an empty folder. `make wheel` runs it.
-# Arguments: constraints for pip, none for the newest versions: --constraint constraints.txt keeps to the build of torch
-# for the CPU, where torch itself would bring several gigabytes for CUDA.
+# Arguments: constraints for pip, with paths from the checkout, none for the newest versions: --constraint
+# constraints.txt keeps to the build of torch for the CPU, where torch itself would bring several gigabytes for CUDA.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 work=$(mktemp -d)
@@ -41,7 +41,7 @@ coordinator.destroy()
 PY
 "$bin/python" train.py
 "$bin/hybridpp" run --standalone --nproc-per-node 2 train.py
-if "$bin/python" -c "import sklearn" 2> /dev/null || "$bin/pip" install --quiet "$@" scikit-learn; then
+if "$bin/python" -c "import sklearn" 2> /dev/null || (cd "$root" && "$bin/pip" install --quiet "$@" scikit-learn); then
     "$bin/hybridpp" run --standalone --nproc-per-node 4 "$work/examples/vit/train.py" --epochs 1
 fi
 echo "the wheel works"
