@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from hybridpp.cluster.world import override
+from hybridpp.code_owner import CodeOwner, code_owner
 
 _setup_privateuseone_for_python_backend("gpusim")
 DEVICE = torch.device("gpusim", 0)
@@ -101,12 +102,11 @@ def _is_ours(device: Any) -> bool:
 
 
 def _is_library(frame: Any) -> bool:
-    return str(frame.f_globals.get("__name__")).partition(".")[0] in ("hybridpp", "hybridpp_plugins")
+    return code_owner(frame.f_code.co_filename) is CodeOwner.HYBRIDPP
 
 
 def _place() -> str:
     frame = sys._getframe(1)
-    # By module: the folder of the clone may be called hybridpp, too.
     while frame is not None and (not _is_library(frame) or frame.f_code.co_name[0] == "<"):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}" if frame else "script"

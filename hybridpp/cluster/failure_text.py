@@ -1,28 +1,22 @@
 """The text of an error that ends a rank: what it says, and where in the user's code it comes from.
 
-Frames of hybridpp and torch are left out, unless the error is one that hybridpp should not have raised.
+Frames of hybridpp, torch and the standard library are left out, unless the error is one that hybridpp should not have
+raised.
 """
 
-import contextlib
-import functools
 import re
-import runpy
 import traceback
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from pathlib import Path
 
-import torch
-
+from hybridpp.code_owner import CodeOwner, code_owner
 from hybridpp.errors import HybridppError
 
 FULL_TRACEBACK = "HYBRIDPP_FULL_TRACEBACK"
 """The environment variable that shows all frames."""
 
-_OWN = (f"{Path(__file__).parents[1]}/", "/hybridpp_plugins/")
-_TORCH = f"{Path(torch.__file__).parent}/"
-_GLUE = {str(module.__file__) for module in (contextlib, functools, runpy)}
-_USER, _HYBRIDPP, _OTHER = "", "hybridpp", "torch"
+# Other packages' frames are shown: they hold the models and the datasets of most scripts.
+_SHOWN = (CodeOwner.USER, CodeOwner.PACKAGE)
 _NUM_FRAMES = 3
 _OF_WORKER = "Original Traceback (most recent call last):\n"
 _FRAME = re.compile(r'  File "([^"]+)", line \d+')
@@ -61,13 +55,23 @@ def _of_message(error: BaseException, found: traceback.TracebackException) -> It
     if cause is not None and not isinstance(error.__cause__, HybridppError) and _inner_user(cause.stack):
         yield from _of_user(cause)
         yield "\nThat is why:\n\n"
-    for frame in [frame for frame in found.stack if _kind(frame) == _USER][-_NUM_FRAMES:]:
+    for frame in _callers(found.stack):
         yield f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}\n'
         if frame.line:
             yield f"    {frame.line.strip()}\n"
     yield f"{type(error).__name__}: {error}" + ("" if str(error) else _without_text(error)) + "\n"
     for note in getattr(error, "__notes__", ()):
         yield f"{note}\n"
+
+
+def _callers(stack: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """The script's innermost frames; of packages that run it, or that it runs, where it has none, or inside of it."""
+    own = [number for number, frame in enumerate(stack) if _owner(frame) is CodeOwner.USER]
+    packages = [number for number, frame in enumerate(stack) if _owner(frame) is CodeOwner.PACKAGE]
+    if not own:
+        return [stack[number] for number in packages[-_NUM_FRAMES:]]
+    inner = [number for number in packages if number > own[-1]]
+    return [stack[number] for number in (*own[-_NUM_FRAMES:], *inner[-1:])]
 
 
 def _without_text(error: BaseException) -> str:
@@ -88,12 +92,12 @@ def _of_user(found: traceback.TracebackException) -> Iterator[str]:
         yield from _of_user(found.__context__)
         yield "\nDuring handling of the above exception, another exception occurred:\n\n"
     yield "Traceback (most recent call last):\n"
-    for is_user, group in groupby(found.stack, lambda frame: _kind(frame) == _USER):
+    for is_shown, group in groupby(found.stack, lambda frame: _owner(frame) in _SHOWN):
         frames = list(group)
-        if is_user:
+        if is_shown:
             yield from traceback.StackSummary.from_list(frames).format()
         else:
-            names = " and ".join(sorted({_kind(frame) for frame in frames}))
+            names = " and ".join(sorted({_owner(frame) for frame in frames}))
             yield f"  [{len(frames)} frame{'s' if len(frames) > 1 else ''} of {names}: {FULL_TRACEBACK}=1 shows them]\n"
     yield from found.format_exception_only()
 
@@ -107,13 +111,13 @@ def _in_worker(error: BaseException) -> tuple[str, str] | None:
 def _of_worker(found: traceback.TracebackException, caught: str, trace: str) -> Iterator[str]:
     """The user's frames, on the rank and in its worker, and the error."""
     yield "Traceback (most recent call last):\n"
-    yield from traceback.StackSummary.from_list([one for one in found.stack if _kind(one) == _USER]).format()
+    yield from traceback.StackSummary.from_list([one for one in found.stack if _owner(one) in _SHOWN]).format()
     yield f"{' '.join(caught.split())}\n"
     is_shown = True
     for line in trace.splitlines():
         frame = _FRAME.match(line)
         if frame:
-            is_shown = _kind(traceback.FrameSummary(frame[1], None, "")) == _USER
+            is_shown = code_owner(frame[1]) in _SHOWN
         elif not line.startswith("    "):
             is_shown = True
         if is_shown:
@@ -122,17 +126,16 @@ def _of_worker(found: traceback.TracebackException, caught: str, trace: str) -> 
 
 def _is_internal(stack: Sequence[traceback.FrameSummary]) -> bool:
     """Whether hybridpp, and not code of the user that it called, raised or made torch raise."""
-    return any(_kind(frame) == _HYBRIDPP for frame in stack) and not _inner_user(stack)
+    return any(_owner(frame) is CodeOwner.HYBRIDPP for frame in stack) and not _inner_user(stack)
 
 
 def _inner_user(stack: Sequence[traceback.FrameSummary]) -> bool:
-    """Whether hybridpp called code of the user there."""
-    kinds = [_kind(frame) for frame in stack]
-    return _HYBRIDPP in kinds and _USER in kinds[kinds.index(_HYBRIDPP) :]
+    """Whether hybridpp called code of the user there, or of a package that has their model."""
+    owners = [_owner(frame) for frame in stack]
+    if CodeOwner.HYBRIDPP not in owners:
+        return False
+    return any(owner in _SHOWN for owner in owners[owners.index(CodeOwner.HYBRIDPP) :])
 
 
-def _kind(frame: traceback.FrameSummary) -> str:
-    if frame.filename.startswith(_OWN[0]) or _OWN[1] in frame.filename:
-        return _HYBRIDPP
-    is_other = frame.filename.startswith((_TORCH, "<frozen ")) or frame.filename in _GLUE
-    return _OTHER if is_other else _USER
+def _owner(frame: traceback.FrameSummary) -> CodeOwner:
+    return code_owner(frame.filename, frame.name)

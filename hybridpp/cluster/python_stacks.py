@@ -5,21 +5,19 @@ import faulthandler
 import os
 import signal
 import sys
-import sysconfig
 import tempfile
 import threading
 import time
 import traceback
-from functools import cache
 from pathlib import Path
 from types import FrameType
 
 from hybridpp.cluster.rank_process import RankProcess
+from hybridpp.code_owner import CodeOwner, code_owner
 
 # A compiler works while one of its entry points is on a stack; while compiled code runs, none is.
 _COMPILER = ("torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py")
 _MAX_FRAMES, _MAX_FRAMES_OF_OTHERS = 30, 3
-_LIBRARY = Path(__file__).parents[1]
 # A real-time signal that nothing else is known to use.
 DUMP_SIGNAL = int(signal.SIGRTMIN) + 9 if hasattr(signal, "SIGRTMIN") else 0
 _DUMP_S, _LOOK_S = 1.0, 0.02
@@ -30,7 +28,7 @@ def user_code(thread: int) -> str:
     frame = sys._current_frames().get(thread)
     while frame is not None:
         code = frame.f_code
-        if not _is_library(code.co_filename):
+        if code_owner(code.co_filename, code.co_name) is CodeOwner.USER:
             return f"{_shortened(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
         frame = frame.f_back
     return ""
@@ -112,13 +110,6 @@ def _is_compiling(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-@cache
-def _is_library(path: str) -> bool:
-    paths = sysconfig.get_paths()
-    roots = (str(_LIBRARY), paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"], "<")
-    return path.startswith(roots) or "/hybridpp_plugins/" in path or "/site-packages/" in path
 
 
 def _shortened(path: str) -> str:

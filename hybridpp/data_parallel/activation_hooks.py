@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from hybridpp.cluster import preserved_random_state
+from hybridpp.code_owner import is_library_module
 from hybridpp.data_parallel.hook_checks import TOLERANCE, GradientFactor, factor_for, title_of
 from hybridpp.data_parallel.part_trials import GradientList, PartTrial
 from hybridpp.data_parallel.sources import Sources
 from hybridpp.nn import walk
-from hybridpp.nn.names import LIBRARIES
 from hybridpp.nn.snapshot import Replacements
 from hybridpp.nn.torch_private import gradient_hooks_of_module, version_of
 from hybridpp.nn.watcher import WatchingMode, with_lost_weight
@@ -253,7 +253,7 @@ def _is_of_script(hook: Callable[..., Any]) -> bool:
     while isinstance(hook, partial):
         hook = hook.func
     module = getattr(hook, "__module__", None) or type(hook).__module__
-    return module.partition(".")[0] not in LIBRARIES
+    return not is_library_module(module)
 
 
 class _RegisteredHooks(WatchingMode):

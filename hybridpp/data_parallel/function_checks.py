@@ -12,10 +12,10 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, saved_tensors_hooks
 
 from hybridpp.cluster import random_state, set_random_state
+from hybridpp.code_owner import is_library_module
 from hybridpp.data_parallel.hook_checks import GradientFactor
 from hybridpp.data_parallel.part_trials import TOGETHER, GradientList, PartTrial, Replace
 from hybridpp.data_parallel.sources import GradientSource, source_of
-from hybridpp.nn.names import LIBRARIES
 from hybridpp.nn.snapshot import Snapshot, preserved_buffer_values, preserved_modules
 from hybridpp.nn.torch_private import REGISTERED_OPERATORS, function_of, storage_id
 
@@ -326,7 +326,7 @@ def _functions_of_scripts(roots: Iterable[Node]) -> list[Any]:
 
 def _may_be_called_again(function: Any) -> bool:
     module = str(function.__module__)
-    if module.partition(".")[0] in LIBRARIES and not module.startswith(REGISTERED_OPERATORS):
+    if is_library_module(module) and not module.startswith(REGISTERED_OPERATORS):
         return False
     names = {name for code in _codes(function.backward) for name in code.co_names}
     return not any("backward" in name or name in _COMMUNICATING for name in names)

@@ -1,8 +1,4 @@
-"""Dotted names of modules and of what they hold, and of packages."""
-
-OWN_PACKAGES = ("hybridpp", "hybridpp_plugins")
-LIBRARIES = (*OWN_PACKAGES, "torch")
-"""Packages whose code is not the script's, nor of a library of models."""
+"""Dotted names of modules and of what they hold."""
 
 
 def qualified(prefix: str, name: str) -> str:

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hybridpp.code_owner import is_own_module
 from hybridpp.nn.contents import attributes_of, is_container, is_same, items_of, put_attributes, put_items
-from hybridpp.nn.names import OWN_PACKAGES
 from hybridpp.nn.snapshot import MISSING, holders, put_entry
 from hybridpp.nn.torch_private import WrappedLoadHook, storage_id
 from hybridpp.nn.walk import ScriptListing
@@ -348,7 +348,7 @@ def _is_of_module(namespace: dict[str, Any]) -> bool:
 
 
 def _is_library(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in OWN_PACKAGES
+    return is_own_module(kind.__module__)
 
 
 def _shows_state(kind: type) -> bool:

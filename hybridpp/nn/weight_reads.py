@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from hybridpp.code_owner import CodeOwner, code_owner
 from hybridpp.nn import walk
 from hybridpp.nn.metadata_functions import METADATA_FUNCTIONS
-from hybridpp.nn.names import OWN_PACKAGES
 from hybridpp.nn.torch_private import FakeTensor, pytree
 from hybridpp.nn.watcher import with_lost_weight
 
@@ -115,12 +115,12 @@ def _is_of_library() -> bool:
     frame: FrameType | None = sys._getframe(2)
     is_own = False
     while frame is not None:
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        owner = code_owner(frame.f_code.co_filename)
         if frame.f_code.co_name == "__torch_function__":
             is_own = False  # what was between is another mode, for whoever called that
-        elif package in OWN_PACKAGES:
+        elif owner is CodeOwner.HYBRIDPP:
             is_own = True
-        elif package != "torch":
+        elif owner is not CodeOwner.TORCH:
             break
         frame = frame.f_back
     return is_own

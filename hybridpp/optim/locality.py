@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from hybridpp.cluster import preserved_random_state, random_state
+from hybridpp.code_owner import is_library_module
 from hybridpp.errors import ConfigError
 from hybridpp.nn.force_eager import force_eager, may_hold_compiled_code
 from hybridpp.nn.torch_private import TorchDispatchMode, pytree, schema_of, version_of
@@ -351,7 +352,7 @@ class _Trial:
 
     def _changes_later(self, one: _StandIn) -> bool:
         """Whether the optimizer mixes elements in later steps only."""
-        if type(self._optimizer).__module__.partition(".")[0] in ("torch", "hybridpp"):
+        if is_library_module(type(self._optimizer).__module__):
             return False
         real, group_index = one.complete.real, one.complete.group_index
         small = self._random(real, group_index, Cut(one.cut.shape).smaller(256, 8)).complete

@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
+from hybridpp.code_owner import is_own_module
 from hybridpp.nn import walk
 from hybridpp.nn.contents import attributes_of, has_attributes, is_container
-from hybridpp.nn.names import OWN_PACKAGES
 from hybridpp.nn.snapshot import Snapshot
 
 ModuleHook: TypeAlias = Callable[..., Any]
@@ -26,7 +26,7 @@ _NUM_LEVELS = 5
 
 def is_users(hook: ModuleHook) -> bool:
     """Whether a hook is the user's; this library's hooks support fakes."""
-    return str(getattr(_function_of(hook), "__module__", "")).partition(".")[0] not in OWN_PACKAGES
+    return not is_own_module(getattr(_function_of(hook), "__module__", ""))
 
 
 def only_observes(hook: ModuleHook) -> bool:

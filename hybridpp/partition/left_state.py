@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from hybridpp.code_owner import is_own_module
 from hybridpp.errors import PartitionError
 from hybridpp.nn import walk
 from hybridpp.nn.contents import Contents, has_attributes, is_container, is_same
@@ -387,7 +388,7 @@ def own_attributes(module: nn.Module) -> dict[str, Any]:
     return {
         name: value
         for name, value in attributes_now(module).items()
-        if name not in MODULE_INTERNALS and name != "forward" and not type(value).__module__.startswith("hybridpp")
+        if name not in MODULE_INTERNALS and name != "forward" and not is_own_module(type(value).__module__)
     }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridpp.nn.names import LIBRARIES
+from hybridpp.code_owner import is_library_module
 from hybridpp.nn.torch_private import buffers_of
 
 _MOST_LEVELS = 4
@@ -155,7 +155,7 @@ def _holders(value: Any, levels: int, seen: set[int]) -> Iterator[Any]:
     elif isinstance(value, MethodType):
         inner = [value.__self__, value.__func__]
     elif isinstance(value, FunctionType):
-        if (value.__module__ or "").split(".")[0] in LIBRARIES:
+        if is_library_module(value.__module__):
             return
         yield value
         inner = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]

@@ -8,12 +8,11 @@ from pathlib import PurePath
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import nn
 
+from hybridpp.code_owner import CodeOwner, code_owner
 from hybridpp.nn import walk
 from hybridpp.nn.metadata_functions import WITHOUT_VALUES
-from hybridpp.nn.names import OWN_PACKAGES
 from hybridpp.nn.torch_private import is_functorch_active
 from hybridpp.nn.watcher import WatchingMode, with_lost_weight
 
@@ -112,13 +111,13 @@ def _lines(frame: FrameType | None, outermost: FrameType) -> Iterator[tuple[str,
     is_own = is_of_module = False
     while frame is not None and frame is not outermost:
         name, code, line = str(frame.f_globals.get("__name__", "")), frame.f_code, frame.f_lineno
-        package = name.partition(".")[0]
+        owner = code_owner(code.co_filename)
         if code.co_name == "__torch_function__":
             is_own = False  # what was between is another mode, for whoever called that
-        elif package in OWN_PACKAGES:
+        elif owner is CodeOwner.HYBRIDPP:
             # Around a module's own forward, a layer of the library's stands.
             is_own = not is_of_module
-        elif package == torch.__name__:
+        elif owner is CodeOwner.TORCH:
             is_of_module = is_of_module or name.startswith(_MODULES)
         elif is_own:
             return

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, NoReturn, TypeGuard, cast
 from torch import Tensor, nn
 
 from hybridpp.cluster import get_dist_logger
+from hybridpp.code_owner import CodeOwner, code_owner
 from hybridpp.errors import ConfigError
-from hybridpp.nn.names import LIBRARIES, OWN_PACKAGES
 from hybridpp.nn.torch_private import CALL, TENSOR_METHODS, DisableTorchFunctionSubclass, pytree
 from hybridpp.tensor_parallel.parameter_sharding import ParameterSharding, sharding_of
 
@@ -215,7 +215,7 @@ def _is_of_library(frame: FrameType | None) -> bool:
     """Whether this library or torch itself calls an operation, given the frame that called ``__torch_function__``."""
     while frame is not None and frame.f_globals.get("__name__") in _PARTS:
         frame = frame.f_back
-    return frame is None or str(frame.f_globals.get("__name__", "")).partition(".")[0] in LIBRARIES
+    return frame is None or code_owner(frame.f_code.co_filename) in (CodeOwner.HYBRIDPP, CodeOwner.TORCH)
 
 
 def _is_of_script() -> bool:
@@ -224,13 +224,13 @@ def _is_of_script() -> bool:
     is_direct = True
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
-        package = module.partition(".")[0]
-        if package == "torch":
+        owner = code_owner(frame.f_code.co_filename)
+        if owner is CodeOwner.TORCH:
             if module.startswith("torch.testing"):
                 return False
             if frame.f_code.co_name == CALL and _has_parameters(frame.f_locals.get("self")):
                 return False
-        elif is_direct and package in OWN_PACKAGES:
+        elif is_direct and owner is CodeOwner.HYBRIDPP:
             return False
         else:
             is_direct = False

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from hybridpp.cluster import get_dist_logger
+from hybridpp.code_owner import is_own_module
 from hybridpp.config import Precision, ZeroConfig
 from hybridpp.errors import ConfigError
 from hybridpp.nn.structure import Structure
@@ -342,7 +343,7 @@ def _found(
 ) -> list[list[Locality]]:
     results = layout.world.common_results("localities")
     # An optimizer with state is tried with a part of it; of this library's objects a description has the class only.
-    if results is None or optimizer.state or type(optimizer).__module__.partition(".")[0] == "hybridpp":
+    if results is None or optimizer.state or is_own_module(type(optimizer).__module__):
         return find_localities(optimizer, cuts, device)
     structure = Structure()
     settings = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]

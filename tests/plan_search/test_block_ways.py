@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import hybridpp
 from hybridpp.module_adapter import AdapterLayer, ModuleAdapter
 from hybridpp.plan_search import WayRecorder, recorded_ways
 from hybridpp.plan_search.block_ways import ways_of_call
@@ -48,8 +49,8 @@ def test_layers_around_a_modules_own_forward_do_not_hide_it():
     block, x = Branches(), torch.ones(2, 4)
     before = ways(block, x, is_normed=True)
     adapter = ModuleAdapter(block)
-    code = {"__name__": "hybridpp.precision"}
-    exec("def cast(inner, x): return inner(x.float() * 1)", code)
+    code = {}
+    exec(compile("def cast(inner, x): return inner(x.float() * 1)", hybridpp.__file__, "exec"), code)
     adapter.wrap(block.norm, AdapterLayer.DTYPE, code["cast"])
     assert ways(block, x, is_normed=True) == before
 
