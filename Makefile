@@ -47,6 +47,13 @@ kills: $(READY)
 scripts: $(READY)
 	HF_HUB_OFFLINE=1 PYTHONPATH=.:plugins:tests $(BIN)/python tests/plugins/random_scripts.py $(ARGS)
 
+# 10,000 random settings and 10,000 random command lines: each is accepted, or refused in a message that says what is
+# wrong. ARGS="--seed 1" draws others.
+.PHONY: fuzz
+fuzz: $(READY)
+	HF_HUB_OFFLINE=1 PYTHONPATH=.:plugins:tests $(BIN)/python tests/config/fuzz_settings.py $(ARGS)
+	HF_HUB_OFFLINE=1 PYTHONPATH=.:plugins:tests $(BIN)/python tests/cli/fuzz_command_lines.py $(ARGS)
+
 # Examines every architecture that transformers registers and writes docs/models.md: models-pp cuts them into stages (40
 # minutes on 2 cores), models-tp lets ranks share their layers, models-sp their sequences, too. What is in the folder
 # MODELS is not examined again, so ARGS="--seconds 120" does it in pieces.

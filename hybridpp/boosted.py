@@ -149,7 +149,8 @@ def _steps_rates(value: Any) -> bool:
 
 
 def _yields_batches(value: Any) -> bool:
-    return isinstance(value, Iterable) and not isinstance(value, dict | str | bytes | Tensor)
+    # Rows of arrays and of tensors are samples.
+    return isinstance(value, Iterable) and not (isinstance(value, dict | str | bytes) or hasattr(value, "__array__"))
 
 
 def _described(value: Any) -> str:

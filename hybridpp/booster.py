@@ -29,6 +29,9 @@ from hybridpp.plugin import (
     configure_with,
 )
 
+# Compared by identity, as an array has no truth value; another text of these letters is only checked.
+_LAST = "last"
+
 
 class Booster(BoosterAdapters):
     """Turns an ordinary training script into a parallel one.
@@ -58,6 +61,7 @@ class Booster(BoosterAdapters):
         device: str | torch.device | None = None,
         plugin_kwargs: Mapping[str, Any] | None = None,
     ):
+        _check_arguments(mixed_precision, plugin_kwargs)
         if isinstance(plugin, Plugin):
             if plugin_kwargs:
                 raise ConfigError(
@@ -74,7 +78,7 @@ class Booster(BoosterAdapters):
                 "Pass HybridParallelPlugin(...)."
             )
         self.plugin: Plugin = plugin
-        self._device = None if device is None else torch.device(device)
+        self._device = None if device is None else _device(device)
         self._runs = BoostedRuns()
 
     @property
@@ -202,10 +206,9 @@ class Booster(BoosterAdapters):
                 ``criterion(outputs)`` works too, and so does a loss of torch's, whose target is the last entry of a
                 tuple, or the one entry of a dict that is no argument of the forward; a module of two arguments, or a
                 function whose second one is called ``target``, ``labels`` or the like, is called as those are. A
-                method ``num_items(inputs)``
-                returns the number of items that the mean is over (for example tokens that are not padding); without
-                it, items are samples. An attribute ``reduction = "sum"`` declares a sum over samples instead of a
-                mean. May be None only if ``return_loss`` is False and gradients are disabled.
+                method ``num_items(inputs)`` returns the number of items that the mean is over (for example tokens that
+                are not padding); without it, items are samples. An attribute ``reduction = "sum"`` declares a sum over
+                samples instead of a mean. May be None only if ``return_loss`` is False and gradients are disabled.
             optimizer: the boosted optimizer; required if gradients are enabled.
             return_loss: whether to compute the loss.
             return_outputs: whether to return the model's outputs.
@@ -242,7 +245,8 @@ class Booster(BoosterAdapters):
             outputs_on=outputs_on,
             num_microbatches=num_microbatches,
         )
-        if return_losses or outputs_on != "last" or num_microbatches is not None:
+        is_usual = return_losses is False and outputs_on is _LAST and type(return_loss) is type(return_outputs) is bool
+        if not is_usual or num_microbatches is not None:
             options.check()
         return self.plugin.execute_pipeline(data_iter, model, criterion, optimizer, options)
 
@@ -416,6 +420,30 @@ class Booster(BoosterAdapters):
         self.plugin.unboost(model)
         self._runs.remove(model)
         return model
+
+
+def _check_arguments(mixed_precision: Any, plugin_kwargs: Any) -> None:
+    if mixed_precision is not None and not isinstance(mixed_precision, str):
+        raise ConfigError(
+            f"mixed_precision must be 'fp32', 'fp16' or 'bf16', or None: got mixed_precision={mixed_precision!r}."
+        )
+    if plugin_kwargs is None:
+        return
+    if not isinstance(plugin_kwargs, Mapping) or not all(isinstance(name, str) for name in plugin_kwargs):
+        raise ConfigError(
+            "plugin_kwargs must be a dict of a plugin's settings by name: got "
+            f"plugin_kwargs={plugin_kwargs!r:.200}. Write plugin_kwargs={{'num_microbatches': 4}}."
+        )
+
+
+def _device(device: Any) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"device must be a torch.device or its name: got device={device!r:.200}. Pass 'cpu' or 'cuda', or "
+            "leave it out."
+        ) from error
 
 
 def _settings(mixed_precision: str | None, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -262,8 +262,10 @@ class StepOptions:
         Raises:
             ConfigError: with what to change.
         """
-        require_bools(return_outputs=self.return_outputs, return_losses=self.return_losses)
-        if self.outputs_on not in get_args(OutputRanks):
+        flags = {name: getattr(self, name) for name in ("return_loss", "return_outputs", "return_losses")}
+        # Comparisons of numpy's numbers give its own class of bools.
+        require_bools(**{name: flag for name, flag in flags.items() if type(flag).__name__ not in ("bool", "bool_")})
+        if not isinstance(self.outputs_on, str) or self.outputs_on not in get_args(OutputRanks):
             raise ConfigError(f"outputs_on is one of {', '.join(get_args(OutputRanks))}: got {self.outputs_on!r}.")
         if self.outputs_on != "last" and not self.return_outputs:
             raise ConfigError(

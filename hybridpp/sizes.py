@@ -1,6 +1,7 @@
 """Memory sizes as text: ``16GiB``."""
 
 import re
+from fractions import Fraction
 from typing import Any
 
 from hybridpp.errors import ConfigError
@@ -30,7 +31,7 @@ def parse_bytes(name: str, value: Any) -> int:
     elif isinstance(value, str):
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", value, re.IGNORECASE)
         if found and found[2].lower() in _FACTORS:
-            size = int(float(found[1]) * _FACTORS[found[2].lower()])
+            size = int(Fraction(found[1]) * _FACTORS[found[2].lower()])
     if size is None or size <= 0:
         raise ConfigError(
             f"{name} must be a number of bytes above 0, or text with a unit (B, KB, KiB, MB, MiB, GB, GiB, TB, TiB): "

@@ -1,6 +1,6 @@
 """Settings as frozen dataclasses that validate themselves. Imports no torch, so bad settings are reported early."""
 
-from hybridpp.config.base import require_bools
+from hybridpp.config.base import require_bools, require_numbers, require_plain
 from hybridpp.config.compile import CompileConfig
 from hybridpp.config.parallel import ParallelConfig, PartitionConfig, cut_side
 from hybridpp.config.pipeline import PipelineConfig, PipelineGradientCheckpointConfig
@@ -20,4 +20,6 @@ __all__ = [
     "ZeroConfig",
     "cut_side",
     "require_bools",
+    "require_numbers",
+    "require_plain",
 ]

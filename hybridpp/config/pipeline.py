@@ -37,7 +37,7 @@ class PipelineGradientCheckpointConfig(ConfigBase):
         if ratio is not None and counts is not None:
             raise ConfigError(
                 "give gradient_checkpointing_ratio or num_ckpt_layers_per_stage, not both: "
-                f"got {ratio!r} and {list(counts)}."
+                f"got {ratio!r} and {counts!r}."
             )
         if ratio is not None and not (isinstance(ratio, int | float) and 0 <= ratio <= 1):
             raise ConfigError(

@@ -21,8 +21,20 @@ def stack_samples(samples: list[Any]) -> Any:
         samples: dicts, tuples, tensors, numbers; what is in a sample is stacked with the same of the others.
 
     Raises:
-        DataError: an entry's lists differ in length between the samples.
+        DataError: an entry's lists differ in length between the samples, or torch's function cannot stack them.
     """
+    try:
+        return _stacked(samples)
+    except (RuntimeError, TypeError, KeyError, IndexError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(
+            f"samples of one batch are stacked, and these cannot be: {str(error).rstrip('.')}. Return tensors of one "
+            "shape, or numbers, under the same names from the dataset, or pass a collate_fn."
+        ) from error
+
+
+def _stacked(samples: list[Any]) -> Any:
     first = samples[0]
     if isinstance(first, Mapping):
         columns = {name: _column(samples, name) for name in first}

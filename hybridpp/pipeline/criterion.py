@@ -75,6 +75,11 @@ class CriterionAdapter:
         forms: "FoundForms | None" = None,
         model: nn.Module | None = None,
     ):
+        if not callable(criterion):
+            raise ConfigError(
+                f"criterion must be a function or module (outputs, inputs) -> loss: got criterion={criterion!r:.200}. "
+                "Pass that which booster.boost returned."
+            )
         self._model = model
         self._forms = {} if forms is None else forms
         self.criterion = criterion

@@ -10,6 +10,7 @@ import torch
 from hybridpp.boosted import check_batches
 from hybridpp.booster import Booster
 from hybridpp.cluster import get_dist_logger
+from hybridpp.config import require_bools
 from hybridpp.errors import ConfigError, DataError
 from hybridpp.pipeline import ReadAheadIterator
 from hybridpp.plugin import Boosted, Resumed
@@ -82,6 +83,7 @@ class Trainer(TrainerState):
         """
         loader = self._dataloader if train_dataloader is None else train_dataloader
         self._check(loader, epochs, test_interval, max_steps, hooks)
+        require_bools(display_progress=display_progress)
         if test_dataloader is not None:
             check_batches("fit", "test_dataloader", test_dataloader)
         self.hooks = self._with_defaults(hooks, display_progress)
@@ -269,6 +271,8 @@ class Trainer(TrainerState):
         return sorted([*added, *hooks], key=lambda hook: hook.priority)
 
     def _check_hooks(self, hooks: Sequence[Hook]) -> None:
+        if not isinstance(hooks, Sequence) or isinstance(hooks, str):
+            raise ConfigError(f"hooks must be a list of hybridpp.trainer.Hook: got hooks={hooks!r:.80}.")
         for hook in hooks:
             if not isinstance(hook, Hook):
                 raise ConfigError(f"hooks must be instances of hybridpp.trainer.Hook: got {hook!r:.80}.")

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from hybridpp.cluster import EndWithRank, current_world
-from hybridpp.config import require_bools
+from hybridpp.config import require_bools, require_numbers, require_plain
 from hybridpp.data_parallel import (
     SeededCollate,
     SeededDataset,
@@ -19,6 +19,7 @@ from hybridpp.data_parallel import (
 from hybridpp.errors import ConfigError, DataError
 from hybridpp_plugins.replica_loader import MarkingCollate, ReplicaDataLoader
 
+_NUM_SEEDS = 1 << 63
 # Options of DataLoader that select samples.
 _TAKEN = ("sampler", "batch_sampler", "generator")
 
@@ -57,6 +58,19 @@ class DataLoaderConfig:
 
     def __post_init__(self) -> None:
         require_bools(shuffle=self.shuffle, drop_last=self.drop_last)
+        require_plain(batch_size=self.batch_size, seed=self.seed, num_workers=self.num_workers)
+        require_numbers(int, seed=self.seed, num_workers=self.num_workers)
+        if not 0 <= self.seed < _NUM_SEEDS:
+            raise ConfigError(f"seed must be at least 0 and below 2**63: got seed={self.seed}.")
+        if self.num_workers < 0:
+            raise ConfigError(
+                f"num_workers must be at least 0: got num_workers={self.num_workers}. 0 loads data in the rank itself."
+            )
+        if self.collate_fn is not None and not callable(self.collate_fn):
+            raise ConfigError(
+                f"collate_fn must be a function of a list of samples: got collate_fn={self.collate_fn!r:.200}. Leave "
+                "it out to stack them."
+            )
         if self.seed_samples is not None:
             require_bools(seed_samples=self.seed_samples)
         taken = [name for name in _TAKEN if self.options.get(name) is not None]
@@ -67,6 +81,7 @@ class DataLoaderConfig:
             )
         if self.batch_size is None:
             raise ConfigError("prepare_dataloader needs batch_size: the samples per replica and step.")
+        require_numbers(int, batch_size=self.batch_size)
 
     def loader(self, dataset: Any) -> DataLoader[Any]:
         """A dataloader of this replica's batches.
@@ -77,7 +92,8 @@ class DataLoaderConfig:
         """
         if isinstance(dataset, IterableDataset):
             return self._over_stream(dataset)
-        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        is_number = getattr(dataset, "ndim", 1) == 0
+        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or is_number:
             raise DataError(
                 f"a dataset needs __getitem__ and __len__, or must be a torch.utils.data.IterableDataset: got "
                 f"{type(dataset).__name__}. Add these methods."

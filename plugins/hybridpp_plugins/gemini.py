@@ -36,7 +36,7 @@ def _check_policy(given: Mapping[str, Any]) -> dict[str, Any]:
                 f"{given['offload_optim_frac']!r}. Use placement_policy='static'."
             )
         return {}
-    if policy in _POLICIES:
+    if isinstance(policy, str) and policy in _POLICIES:
         raise ConfigError(f"placement_policy={policy!r} is not supported: GeminiPlugin {_POLICIES[policy]}. {_INSTEAD}")
     raise ConfigError(f"placement_policy must be 'static' or 'cuda': got placement_policy={policy!r}. {_INSTEAD}")
 

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from hybridpp.cluster import check_joined, current_world
-from hybridpp.config import ParallelConfig, require_bools
+from hybridpp.config import ParallelConfig, require_bools, require_plain
 from hybridpp.errors import ConfigError
 from hybridpp_plugins.hybrid_parallel import HybridParallelPlugin
 from hybridpp_plugins.unsupported import UnsupportedSetting, refuse_value
@@ -46,6 +46,7 @@ class Preset(NamedTuple):
         Raises:
             ConfigError: an argument is wrong, or asks for what there is not.
         """
+        require_plain(**given)
         switches = [p.name for p in inspect.signature(preset).parameters.values() if isinstance(p.default, bool)]
         require_bools(**{name: given[name] for name in switches})
         for name, setting in self.refused.items():

@@ -189,4 +189,9 @@ def _actions(programs: Any, name: str) -> Programs:
             f"{name} must be one row of actions per rank, like [['0F0', '0B0'], ['1F0', '1B0']]: got {programs!r:.80}."
         )
     rows = [row.split() if isinstance(row, str) else row for row in programs]
-    return tuple(tuple(cell if isinstance(cell, Action) else parse_action(str(cell)) for cell in row) for row in rows)
+    try:
+        return tuple(
+            tuple(cell if isinstance(cell, Action) else parse_action(str(cell)) for cell in row) for row in rows
+        )
+    except ScheduleError as error:
+        raise ScheduleError(f"{name}: {error}") from None

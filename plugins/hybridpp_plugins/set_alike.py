@@ -71,7 +71,9 @@ def described(value: Any, depth: int = 0) -> str:
     if value is None or isinstance(value, bool | str | bytes):
         return repr(value)
     if isinstance(value, int | float):
-        return repr(int(value)) if float(value).is_integer() and abs(value) < 2**53 else repr(value)
+        return (
+            repr(int(value)) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else repr(value)
+        )
     if depth > _MAX_DEPTH:
         return _CYCLE
     go_on = partial(described, depth=depth + 1)

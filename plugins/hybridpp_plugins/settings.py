@@ -16,6 +16,7 @@ from hybridpp.config import (
     PrecisionConfig,
     ZeroConfig,
     require_bools,
+    require_plain,
 )
 from hybridpp.errors import ConfigError
 from hybridpp.sharding_plan import parse_style
@@ -49,6 +50,7 @@ def parse_settings(given: Mapping[str, Any], other: Mapping[str, Any]) -> Plugin
     for name in other:
         if not (name in UNSUPPORTED or name in HINTS or name in SYNONYMS or name in CONVERTED):
             raise _unknown(name, [*given, *SYNONYMS, *CONVERTED])
+    require_plain(**given, **other)
     values = dict(given)
     switches = {name: other[name] for name in other if name in HINTS or is_switch(name)}
     require_bools(enable_all_optimization=values["enable_all_optimization"], **switches)

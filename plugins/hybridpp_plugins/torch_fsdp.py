@@ -24,7 +24,7 @@ _PRECISIONS = {"None": "fp32", "torch.float32": "fp32", "torch.float16": "fp16",
 def _zero(given: Mapping[str, Any]) -> dict[str, Any]:
     strategy = given["sharding_strategy"]
     name = "FULL_SHARD" if strategy is None else getattr(strategy, "name", strategy)
-    if name not in _STRATEGIES:
+    if not isinstance(name, str) or name not in _STRATEGIES:
         raise ConfigError(
             f"sharding_strategy must be a member of torch's ShardingStrategy, one of {', '.join(_STRATEGIES)}: got "
             f"{strategy!r}."
