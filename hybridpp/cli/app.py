@@ -29,6 +29,7 @@ from hybridpp.cli.commands.report import REPORT
 from hybridpp.cli.commands.run import RUN
 from hybridpp.cli.commands.schedule import SCHEDULE
 from hybridpp.cli.commands.simulate import SIMULATE
+from hybridpp.cli.main import interrupted
 from hybridpp.errors import ConfigError, HybridppError
 
 COMMANDS: tuple[Command | CommandGroup, ...] = (
@@ -51,6 +52,10 @@ _BASES: tuple[type[Any], ...] = typer.BadParameter.__mro__
 _WrongArguments = _BASES[_BASES.index(Exception) - 1]
 
 
+class _InterruptedError(Exception):
+    """Ctrl-C, which typer would end without a word."""
+
+
 class _Named(TyperGroup):
     """Commands, of which an unknown name lists the known ones."""
 
@@ -65,6 +70,13 @@ class _Named(TyperGroup):
 class _Root(_Named):
     """All commands; errors of their work become two lines, while the command's name is known."""
 
+    def make_context(self, *args: Any, **more: Any) -> Any:
+        """Read the arguments."""
+        try:
+            return super().make_context(*args, **more)
+        except KeyboardInterrupt:
+            raise _InterruptedError from None
+
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
         try:
@@ -73,15 +85,9 @@ class _Root(_Named):
         except HybridppError as error:
             message = str(error)
         except OSError as error:
-            if error.errno == errno.EPIPE:  # a pipe that closed, which typer handles
-                raise
-            where, way_out = error.filename, "Check the path and its permissions."
-            if where is None:
-                where, way_out = "the output cannot be written", "Free space, or send it to another file."
-                # What is left would be written when the interpreter ends.
-                with suppress(OSError, ValueError):
-                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            message = f"{where}: {(error.strerror or str(error)).lower()}. {way_out}"
+            message = _of_file(error)
+        except KeyboardInterrupt:
+            raise _InterruptedError from None
         else:
             return returned
         _tell(message, f"{ctx.command_path} {ctx.invoked_subcommand or ''}".rstrip())
@@ -92,6 +98,9 @@ def run(arguments: Sequence[str]) -> int:
     """Run ``hybridpp`` with these arguments; returns the exit code."""
     try:
         code = get_command(application()).main(list(arguments), prog_name="hybridpp", standalone_mode=False)
+    except OSError as error:  # of help, which is printed before a command is called
+        _tell(_of_file(error), "hybridpp")
+        return _REFUSED
     except _WrongArguments as error:  # arguments that are missing or wrong
         context = getattr(error, "ctx", None)
         # "Value error, " comes from pydantic, which reads the values of typer's options.
@@ -101,7 +110,22 @@ def run(arguments: Sequence[str]) -> int:
         )
         _tell(message[:1].lower() + message[1:], "hybridpp" if context is None else context.command_path)
         return _REFUSED
+    except _InterruptedError:
+        return interrupted()
     return int(code or 0)
+
+
+def _of_file(error: OSError) -> str:
+    """What is said of a file that a command did not expect to fail, or of its output."""
+    if error.errno == errno.EPIPE:  # a pipe that closed, which typer handles
+        raise error
+    where, way_out = error.filename, "Check the path and its permissions."
+    if where is None:
+        where, way_out = "the output cannot be written", "Free space, or send it to another file."
+        # What is left would be written when the interpreter ends.
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return f"{where}: {(error.strerror or str(error)).lower()}. {way_out}"
 
 
 def application() -> typer.Typer:
@@ -136,4 +160,5 @@ def _root(
 def _tell(message: str, command: str) -> None:
     """Print an error on stderr: a line with the rule and the values, a line with the way out."""
     rule, *way_out = re.split(r"(?<=\.)\s+(?=[A-Z])", " ".join(message.split()), maxsplit=1)
-    sys.stderr.write(f"hybridpp: {rule}\n{way_out[0] if way_out else f'See {command} --help.'}\n")
+    with suppress(OSError):  # the exit code says it, too
+        sys.stderr.write(f"hybridpp: {rule}\n{way_out[0] if way_out else f'See {command} --help.'}\n")

@@ -11,10 +11,25 @@ _NEEDED = ("typer", "rich")
 # An older one fails in the middle of the declarations of options.
 _OLDEST_TYPER = (0, 21, 1)
 _REFUSED = 2
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as of a shell."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``hybridpp`` with these arguments (None: those of the process); returns the exit code."""
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:  # before a command runs: it takes seconds to import some
+        return interrupted()
+
+
+def interrupted() -> int:
+    """Say so; returns the exit code."""
+    sys.stderr.write("hybridpp: interrupted (Ctrl-C).\n")
+    return INTERRUPTED
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         # The library works without them, as on a host where it was only copied.

@@ -132,7 +132,7 @@ class FailureHook:
 
     def _print_all(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         is_plain = self._before in (sys.__excepthook__, None)
-        if is_plain and isinstance(error, Exception):
+        if is_plain and isinstance(error, Exception | KeyboardInterrupt):
             text = failure_text(error, self.reports.rank, self._size, full=self._options.full_traceback)
             sys.stderr.write(text)
             sys.stderr.flush()

@@ -34,6 +34,8 @@ def failure_text(error: BaseException, rank: int, size: int, *, full: bool = Fal
     found = traceback.TracebackException.from_exception(error)
     if full:
         return head + "".join(found.format())
+    if isinstance(error, KeyboardInterrupt):
+        return _interrupted(found, rank, size)
     if isinstance(error, HybridppError | StopIteration):
         return head + "".join(_of_message(error, found))
     if worker := _in_worker(error):
@@ -41,6 +43,14 @@ def failure_text(error: BaseException, rank: int, size: int, *, full: bool = Fal
     if _is_internal(found.stack):
         return head + "".join(found.format())
     return head + "".join(_of_user(found))
+
+
+def _interrupted(found: traceback.TracebackException, rank: int, size: int) -> str:
+    """Ctrl-C in a line: where the script was."""
+    places = [frame for frame in found.stack if _owner(frame) is CodeOwner.USER]
+    where = f", at {places[-1].filename}:{places[-1].lineno} in {places[-1].name}" if places else ""
+    what = f"rank {rank} of {size} was interrupted" if size > 1 else "interrupted"
+    return f"hybridpp: {what} (Ctrl-C){where}\n"
 
 
 def failure_line(error: BaseException) -> str:
@@ -120,8 +130,9 @@ def _of_worker(found: traceback.TracebackException, caught: str, trace: str) -> 
             is_shown = code_owner(frame[1]) in _SHOWN
         elif not line.startswith("    "):
             is_shown = True
-        if is_shown:
+        if is_shown and line:
             yield f"{line}\n"
+    yield "hybridpp: with num_workers=0 the dataset runs in the rank itself, where a debugger can stop.\n"
 
 
 def _is_internal(stack: Sequence[traceback.FrameSummary]) -> bool:

@@ -102,6 +102,15 @@ def test_what_a_command_did_not_expect_keeps_its_traceback(monkeypatch):
         main(["schedule"])
 
 
+def test_ctrl_c_is_one_line_and_exit_code_130(capsys, monkeypatch):
+    def interrupt(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hybridpp.cli.schedule.run", interrupt)
+    assert main(["schedule"]) == 130
+    assert capsys.readouterr() == ("", "hybridpp: interrupted (Ctrl-C).\n")
+
+
 def test_a_file_error_of_a_command_is_two_lines(capsys, monkeypatch):
     def fail(arguments):
         raise PermissionError(13, "Permission denied", "/x/y")
@@ -181,10 +190,13 @@ def test_shells_complete_commands_and_options(words, found):
     assert done.stdout.split() == [found]
 
 
-def test_output_that_cannot_be_written_is_two_lines():
-    command = [sys.executable, "-c", "import sys; from hybridpp.cli import main; sys.exit(main())", "schedule", "1f1b"]
+@pytest.mark.parametrize(
+    "arguments", ["--help", "--version", "schedule --help", "schedule 1f1b --stages 2 --microbatches 2"]
+)
+def test_output_that_cannot_be_written_is_two_lines(arguments):
+    command = [sys.executable, "-c", "import sys; from hybridpp.cli import main; sys.exit(main())", *arguments.split()]
     with open("/dev/full", "w") as full:
-        job = subprocess.run([*command, "--stages", "2", "--microbatches", "2"], stdout=full, stderr=subprocess.PIPE)
+        job = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=60)
     assert job.returncode == 2
     assert job.stderr.decode().splitlines()[0] == "hybridpp: the output cannot be written: no space left on device."
     assert job.stderr.decode().splitlines()[1:] == ["Free space, or send it to another file."]

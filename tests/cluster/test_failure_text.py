@@ -133,6 +133,18 @@ def test_of_a_dataloaders_worker_the_users_frames_are_shown():
     assert "loader))), 0, 2)" in text
     assert "Caught KeyError in DataLoader worker process 0." in text
     assert 'raise KeyError("image 1 is broken")' in text
-    assert text.endswith("KeyError: 'image 1 is broken'\n")
+    assert text.splitlines()[-2] == "KeyError: 'image 1 is broken'"
+    assert text.splitlines()[-1].startswith("hybridpp: with num_workers=0 the dataset runs in the rank itself")
     assert "_worker_loop" not in text
     assert len(text.splitlines()) < 20
+
+
+def test_ctrl_c_is_one_line_that_says_where_the_script_was():
+    def interrupted():
+        raise KeyboardInterrupt
+
+    try:
+        Loopback(1).run(interrupted)
+    except KeyboardInterrupt as error:
+        text = failure_text(error, 1, 4)
+    assert re.fullmatch(rf"hybridpp: rank 1 of 4 was interrupted \(Ctrl-C\), at .*{HERE}:\d+ in interrupted\n", text)
