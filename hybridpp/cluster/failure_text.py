@@ -20,6 +20,10 @@ _SHOWN = (CodeOwner.USER, CodeOwner.PACKAGE)
 _NUM_FRAMES = 3
 _OF_WORKER = "Original Traceback (most recent call last):\n"
 _FRAME = re.compile(r'  File "([^"]+)", line \d+')
+# Torch's, of a worker that has ended; the second one is caused by the first, if that says how.
+_WORKER_ENDED = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (is killed by signal: .*|exited unexpectedly.*)", re.S
+)
 
 
 def failure_text(error: BaseException, rank: int, size: int, *, full: bool = False) -> str:
@@ -40,6 +44,8 @@ def failure_text(error: BaseException, rank: int, size: int, *, full: bool = Fal
         return head + "".join(_of_message(error, found))
     if worker := _in_worker(error):
         return head + "".join(_of_worker(found, *worker))
+    if ended := _worker_ended(error.__cause__) or _worker_ended(error):
+        return head + "".join(_of_ended_worker(found, *ended))
     if _is_internal(found.stack):
         return head + "".join(found.format())
     return head + "".join(_of_user(found))
@@ -65,13 +71,18 @@ def _of_message(error: BaseException, found: traceback.TracebackException) -> It
     if cause is not None and not isinstance(error.__cause__, HybridppError) and _inner_user(cause.stack):
         yield from _of_user(cause)
         yield "\nThat is why:\n\n"
+    yield from _last_of_user(found)
+    yield f"{type(error).__name__}: {error}" + ("" if str(error) else _without_text(error)) + "\n"
+    for note in getattr(error, "__notes__", ()):
+        yield f"{note}\n"
+
+
+def _last_of_user(found: traceback.TracebackException) -> Iterator[str]:
+    """The innermost frames of the user."""
     for frame in _callers(found.stack):
         yield f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}\n'
         if frame.line:
             yield f"    {frame.line.strip()}\n"
-    yield f"{type(error).__name__}: {error}" + ("" if str(error) else _without_text(error)) + "\n"
-    for note in getattr(error, "__notes__", ()):
-        yield f"{note}\n"
 
 
 def _callers(stack: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
@@ -133,6 +144,22 @@ def _of_worker(found: traceback.TracebackException, caught: str, trace: str) -> 
         if is_shown and line:
             yield f"{line}\n"
     yield "hybridpp: with num_workers=0 the dataset runs in the rank itself, where a debugger can stop.\n"
+
+
+def _worker_ended(error: BaseException | None) -> tuple[str, str] | None:
+    """Of an error that torch raises where a worker of a dataloader has ended, the worker's number and how it ended."""
+    found = _WORKER_ENDED.match(str(error)) if isinstance(error, RuntimeError) else None
+    return (found[1].strip(), " ".join(found[2].split()).removeprefix("is ").rstrip(".")) if found else None
+
+
+def _of_ended_worker(found: traceback.TracebackException, number: str, how: str) -> Iterator[str]:
+    """What is known of a worker that has ended; the error comes wherever the rank is at that moment."""
+    yield from _last_of_user(found)
+    yield (
+        f"RuntimeError: a worker that loads data for this rank (process {number}) has ended: {how}. Where nobody "
+        "killed it, the kernel's log tells whether the host ran out of memory (fewer workers, or a smaller "
+        "prefetch_factor, take less) or native code in the dataset failed; a bus error is a full /dev/shm.\n"
+    )
 
 
 def _is_internal(stack: Sequence[traceback.FrameSummary]) -> bool:

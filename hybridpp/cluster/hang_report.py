@@ -175,6 +175,8 @@ class SuspectFinding:
         exit_reason: how it ended, if it reported that.
         stack: of its threads; empty: there is none.
         stopped_children: processes that it started and that are stopped.
+        waiting_children: those that are in a wait of the kernel.
+        worker_stacks: what workers of its data loaders do, by the numbers of their processes.
         recorder: what NCCL's flight recorder holds there; empty: there is none.
     """
 
@@ -182,6 +184,8 @@ class SuspectFinding:
     exit_reason: str = ""
     stack: str = ""
     stopped_children: Sequence[int] = ()
+    waiting_children: Sequence[int] = ()
+    worker_stacks: Mapping[str, str] = field(default_factory=dict)
     recorder: str = ""
 
 
@@ -241,6 +245,8 @@ def _conclusion(
         lines += _about(state, states, suspect in silent, suspicion, finding)
     if finding.recorder:
         lines.append(f"NCCL's flight recorder on rank {suspect}:\n{finding.recorder.rstrip()}")
+    for pid, stack in finding.worker_stacks.items():
+        lines.append(f"The Python stack of process {pid}, which loads data for it, innermost call last:\n{stack}")
     if finding.stack:
         lines.append(f"The Python stack of rank {suspect}, innermost call last:\n{finding.stack.rstrip()}")
     elif not finding.condition:
@@ -257,7 +263,9 @@ def _about(
 ) -> list[str]:
     """What can be told of a suspect."""
     rank, lines = state.rank, []
-    if finding.condition:
+    if finding.condition and finding.stack:
+        lines.append(f"Its process {finding.condition}. It is in {state.where}.")
+    elif finding.condition:
         lines.append(f"Its process {finding.condition}, so it cannot show its stack. {finding.exit_reason}".rstrip())
     elif is_silent and finding.stack:
         lines.append(f"Rank {rank} runs no Python code: code in C holds its interpreter.")
@@ -275,4 +283,7 @@ def _about(
     if finding.stopped_children:
         pids = ", ".join(map(str, finding.stopped_children))
         lines.append(f"Processes that it started are stopped: {pids}.")
+    if finding.waiting_children:
+        pids = ", ".join(map(str, finding.waiting_children))
+        lines.append(f"Processes that it started wait in the kernel, as where a disk does not answer: {pids}.")
     return lines

@@ -12,7 +12,7 @@ class Awaited(NamedTuple):
     """What a rank waits for.
 
     Attributes:
-        what: ``"a message"``, or ``"a collective"``.
+        what: ``"a message"``, ``"a collective"``, or another noun.
         ranks: of the world, of which at least one has not come to it.
         group: name of the group.
         number: of the collective among those of the group; None: a message.
@@ -87,9 +87,13 @@ class Progress:
         is_ending: whether the watchdog ends the process: the rank's threads are to wait for that, and report nothing.
         device: tells how far the device is; None: nobody knows.
         observer: sees communications and waits, while a step is recorded; else None.
+        in_background: returns what the last save in the background waits for, if anything; None: there was none.
     """
 
-    __slots__ = ("awaited", "device", "is_ending", "is_watched", "location", "num_changes", "observer", "section")
+    __slots__ = (
+        *("awaited", "device", "in_background", "is_ending", "is_watched", "location", "num_changes", "observer"),
+        "section",
+    )
 
     def __init__(self) -> None:
         self.section: Section = "script"
@@ -99,6 +103,7 @@ class Progress:
         self.is_watched = self.is_ending = False
         self.device: DeviceObserver | None = None
         self.observer: CommunicationObserver | None = None
+        self.in_background: Callable[[], Awaited | None] | None = None
 
     def inside(self, section: Section, location: Callable[[], str]) -> "_Inside":
         """A context in which the rank is in a section.

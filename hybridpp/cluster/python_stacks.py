@@ -17,7 +17,8 @@ from hybridpp.code_owner import CodeOwner, code_owner
 
 # A compiler works while one of its entry points is on a stack; while compiled code runs, none is.
 _COMPILER = ("torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py")
-_MAX_FRAMES, _MAX_FRAMES_OF_OTHERS = 30, 3
+_MAX_FRAMES, _MAX_FRAMES_OF_OTHERS, _MAX_FRAMES_OF_WORKERS = 30, 3, 10
+_MAX_WORKERS = 16
 # A real-time signal that nothing else is known to use.
 DUMP_SIGNAL = int(signal.SIGRTMIN) + 9 if hasattr(signal, "SIGRTMIN") else 0
 _DUMP_S, _LOOK_S = 1.0, 0.02
@@ -32,6 +33,16 @@ def user_code(thread: int) -> str:
             return f"{_shortened(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
         frame = frame.f_back
     return ""
+
+
+def has_ended(thread: int) -> bool:
+    """Whether a script has come to its end in the main thread, where Python waits for its other threads."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_code is threading._shutdown.__code__:  # type: ignore[attr-defined]
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_compiling() -> bool:
@@ -82,20 +93,56 @@ class StackDump:
             self._file.close()
 
 
-def dump_of(process: RankProcess, descriptor: int) -> str:
-    """The stacks that a :class:`StackDump` of another process writes; empty if it writes none within 1 s."""
-    path = Path(f"/proc/{process.pid}/fd/{descriptor}")
-    if descriptor < 0 or not process.send(DUMP_SIGNAL):
-        return ""
-    text, until = "", time.monotonic() + _DUMP_S
+def dump_of(process: RankProcess, descriptor: int, holder: RankProcess | None = None) -> str:
+    """The stacks that a process writes which has a :class:`StackDump`; empty if it writes none within 1 s.
+
+    Args:
+        process: of this host.
+        descriptor: of the file.
+        holder: in which process; None: in that one. Processes that are forked from it write to the same file.
+    """
+    path = Path(f"/proc/{(holder or process).pid}/fd/{descriptor}")
+    before, text, until = "", "", time.monotonic() + _DUMP_S
     with contextlib.suppress(OSError):
+        start = path.stat().st_size if descriptor >= 0 else 0
+        if descriptor < 0 or not process.send(DUMP_SIGNAL):
+            return ""
         while time.monotonic() < until:
-            before, text = text, path.read_text(errors="replace")
+            before, text = text, path.read_bytes()[start:].decode(errors="replace")
             # It is complete when it has stopped growing.
             if text and text == before:
                 break
             time.sleep(_LOOK_S)
     return text.removesuffix("\n") + "\n" if text else ""
+
+
+def worker_stacks(process: RankProcess, descriptor: int) -> dict[str, str]:
+    """The stacks of workers of data loaders that are at work, by the numbers of their processes, innermost call last.
+
+    Left out are those that wait for something to do, and of which nothing can be seen: stopped ones, and those that are
+    no forks.
+
+    Args:
+        process: that started them.
+        descriptor: of its :class:`StackDump`.
+    """
+    found = {}
+    for child in process.children[:_MAX_WORKERS]:
+        if not child.condition and child.catches(DUMP_SIGNAL):
+            stack = _of_worker(dump_of(child, descriptor, process))
+            if stack:
+                found[str(child.pid)] = stack
+    return found
+
+
+def _of_worker(dump: str) -> str:
+    """What a worker does, from its dump; empty if it waits for an index, or is no worker."""
+    for thread in dump.split("\n\n"):
+        frames = [line for line in thread.splitlines() if line.startswith("  File ")]
+        loop = next((index for index, line in enumerate(frames) if line.endswith("in _worker_loop")), 0)
+        if loop and not frames[loop - 1].endswith("in get"):
+            return "\n".join(reversed(frames[:loop][:_MAX_FRAMES_OF_WORKERS]))
+    return ""
 
 
 def _text(frame: FrameType, limit: int) -> str:

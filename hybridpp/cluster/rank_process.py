@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 from typing import NamedTuple
 
-# States of /proc/<pid>/stat in which no thread of the process will run by itself.
+# States of /proc/<pid>/stat in which no thread of the process will run by itself; in "D", its first one.
 _CONDITIONS = {
     "T": "is stopped (SIGSTOP, or job control)",
     "t": "is stopped by a debugger",
@@ -16,6 +16,7 @@ _CONDITIONS = {
     "X": "has ended",
 }
 _ENDED = "has ended"
+_IN_KERNEL = _CONDITIONS["D"]
 
 
 class RankProcess(NamedTuple):
@@ -58,6 +59,28 @@ class RankProcess(NamedTuple):
         if not self.is_visible:
             return []
         return [pid for pid in _children(self.pid) if _stat(pid)[0] in ("T", "t")]
+
+    @property
+    def is_in_kernel(self) -> bool:
+        """Whether its first thread is in a wait of the kernel that nothing interrupts; others may run."""
+        return self.condition == _IN_KERNEL
+
+    @property
+    def children(self) -> "list[RankProcess]":
+        """Processes that it started, and that have not ended."""
+        if not self.is_visible:
+            return []
+        states = {pid: _stat(pid) for pid in _children(self.pid)}
+        return [
+            self._replace(pid=pid, start=start) for pid, (state, start) in states.items() if state not in ("", "Z", "X")
+        ]
+
+    def catches(self, signal_number: int) -> bool:
+        """Whether it has a handler of a signal."""
+        with contextlib.suppress(OSError, ValueError):
+            status = dict(line.split(":", 1) for line in Path(f"/proc/{self.pid}/status").read_text().splitlines())
+            return self.is_visible and bool(int(status["SigCgt"], 16) >> (signal_number - 1) & 1)
+        return False
 
     def send(self, signal_number: int) -> bool:
         """Send it a signal; returns whether it is there to get it."""

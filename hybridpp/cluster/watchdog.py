@@ -20,7 +20,15 @@ from hybridpp.cluster.child_processes import kill_children
 from hybridpp.cluster.exit_reports import ExitReason
 from hybridpp.cluster.hang_report import EXIT_CODE, SuspectFinding, Suspicion, WatchedState, find_suspect, report
 from hybridpp.cluster.progress import Progress
-from hybridpp.cluster.python_stacks import StackDump, dump_of, is_compiling, stacks, user_code
+from hybridpp.cluster.python_stacks import (
+    StackDump,
+    dump_of,
+    has_ended,
+    is_compiling,
+    stacks,
+    user_code,
+    worker_stacks,
+)
 from hybridpp.cluster.rank_process import RankProcess
 from hybridpp.cluster.watchdog_board import StoreSilentError, WatchdogBoard
 from hybridpp.cluster.watchdog_limits import WatchdogLimits
@@ -37,6 +45,7 @@ _FINDING_S, _END_S = 2.5, 3.0
 # From seeing the end to the exit: the reporting rank goes first, as the launcher ends all others then.
 _LEAD_S = 0.3
 _POLL_S = 0.05
+_END_OF_SCRIPT = "the end of the script, which a save in the background holds up"
 
 
 class WatchedRank(NamedTuple):
@@ -126,6 +135,8 @@ class Watchdog:
         progress, now = self._rank.progress, time.monotonic()
         section, location, awaited = progress.section, _text_of(progress.location), progress.awaited
         device = None if progress.device is None else progress.device.work()
+        if section == "script" and progress.in_background is not None and has_ended(self._main):
+            section, location, awaited = "save", _END_OF_SCRIPT, progress.in_background
         token = (progress.num_changes, section, location, device)
         if token != self._token:
             self._token, self._since = token, now
@@ -209,7 +220,7 @@ class Watchdog:
         if suspect.rank == self._board.rank:
             return self._own_finding()
         reason = self._rank.exit_reason(suspect.rank)
-        if suspect.process.condition:
+        if suspect.process.condition and (is_silent or not suspect.process.is_in_kernel):
             return SuspectFinding(condition=suspect.process.condition, exit_reason=reason)
         if suspect.process.is_visible and is_silent:
             return _seen_from_outside(suspect.process, suspect.stack_file, reason)
@@ -222,9 +233,13 @@ class Watchdog:
         return _seen_from_outside(suspect.process, suspect.stack_file, reason)
 
     def _own_finding(self) -> SuspectFinding:
+        process = self._state.process
         return SuspectFinding(
+            condition=process.condition if process.is_in_kernel else "",
             stack=stacks(self._main, _THREADS),
-            stopped_children=self._state.process.stopped_children,
+            stopped_children=process.stopped_children,
+            waiting_children=[child.pid for child in process.children if child.is_in_kernel],
+            worker_stacks=worker_stacks(process, self._dump.descriptor),
             recorder=active_nccl_calls(),
         )
 

@@ -18,6 +18,7 @@ from hybridpp.checkpoint.commit import part_file
 from hybridpp.checkpoint.pace import Pace, processors
 from hybridpp.checkpoint.remote_path import AnyPath, RemotePath
 from hybridpp.checkpoint.writer import WrittenFiles, remove
+from hybridpp.cluster import Awaited
 from hybridpp.errors import CheckpointError
 
 _POLL_S, _REMOTE_POLL_S = 0.02, 0.5
@@ -52,6 +53,9 @@ class Background(Protocol):
 
     def cancel(self) -> None:
         """Let this rank wait no longer for others."""
+
+    def awaited(self) -> Awaited | None:
+        """What this rank's thread waits for; None: no rank."""
 
 
 class SaveStatus:
@@ -123,6 +127,7 @@ class BackgroundSave:
         self.outcome = SaveOutcome.NONE
         self.failure: Exception | None = None
         self._cancelled = threading.Event()
+        self._missing: int | None = None
         # No daemon: a script that ends waits for its last checkpoint.
         self._thread = threading.Thread(target=self._run, name=f"hybridpp save {save_id}")
         self._thread.start()
@@ -138,6 +143,11 @@ class BackgroundSave:
     def cancel(self) -> None:
         """Let rank 0 wait no longer for ranks that have not said that they failed."""
         self._cancelled.set()
+
+    def awaited(self) -> Awaited | None:
+        """What this rank's thread waits for; None: no rank."""
+        missing = self._missing
+        return None if missing is None else Awaited("the part of a save", (missing,), "")
 
     def _run(self) -> None:
         yield_to_training()
@@ -180,6 +190,7 @@ class BackgroundSave:
         while len(parts) < self._size:
             path = part_file(self._folder, self._save_id, len(parts))
             if not path.exists():
+                self._missing = len(parts)
                 if time.monotonic() > deadline:
                     seen, before = self._size_of(len(parts)), seen
                     if seen == before:
@@ -188,6 +199,7 @@ class BackgroundSave:
                 if self._cancelled.wait(_REMOTE_POLL_S if isinstance(path, RemotePath) else _POLL_S):
                     raise _CancelledSave
                 continue
+            self._missing = None
             parts.append(json.loads(path.read_text()))
             if "failure" in parts[-1]:
                 raise CheckpointError(f"rank {len(parts) - 1} failed: {parts[-1]['failure']}")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hybridpp.checkpoint import SaveTarget
 from hybridpp.checkpoint.safetensors_file import StoredSpec
-from hybridpp.cluster import Group
+from hybridpp.cluster import Awaited, Group
 from hybridpp_plugins.agreement import agree
 from hybridpp_plugins.background_save import SaveOutcome, SavingRank, yield_to_training
 from hybridpp_plugins.weight_stream import SAVE_CALL
@@ -115,6 +115,10 @@ class BackgroundWeights:
 
     def cancel(self) -> None:
         """Nothing: no rank waits for another one's files."""
+
+    def awaited(self) -> Awaited | None:
+        """None: no rank."""
+        return None
 
     def finish(self) -> None:
         """Wait until they are written; where that failed, it fails on all ranks. Collective: all ranks."""

@@ -225,6 +225,7 @@ class BoostedModels(
         max_shard_size = f"{size_per_shard_mb}MB" if shard else "1000TB"
         if asynchronous:
             started = start_save_of_weights(engine, path, max_shard_size, copy)
+            self.layout.world.progress.in_background = started.awaited
             self._saves.add(StartedSave(started, started.finish))
         else:
             save_weights(engine, path, max_shard_size, copy)

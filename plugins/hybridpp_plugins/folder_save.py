@@ -110,6 +110,7 @@ class FolderSave:
             self._part,
             commit_rows,
         )
+        self._layout.world.progress.in_background = background.awaited
         return StartedSave(background, lambda: self._finish(background))
 
     def _finish(self, background: BackgroundSave) -> None:

@@ -148,3 +148,21 @@ def test_ctrl_c_is_one_line_that_says_where_the_script_was():
     except KeyboardInterrupt as error:
         text = failure_text(error, 1, 4)
     assert re.fullmatch(rf"hybridpp: rank 1 of 4 was interrupted \(Ctrl-C\), at .*{HERE}:\d+ in interrupted\n", text)
+
+
+@pytest.mark.parametrize("is_caught_late", [False, True])
+def test_of_a_killed_worker_its_process_its_signal_and_what_may_have_killed_it_are_told(is_caught_late):
+    def fail():
+        try:
+            raise RuntimeError("DataLoader worker (pid 4711) is killed by signal: Killed. ")
+        except RuntimeError as error:
+            if is_caught_late:
+                raise RuntimeError("DataLoader worker (pid(s) 4711) exited unexpectedly") from error
+            raise
+
+    text = failure_text(through_hybridpp(fail), 1, 2)
+    assert text.startswith("hybridpp: rank 1 of 2 failed.\n")
+    assert "(process 4711) has ended: killed by signal: Killed. Where nobody killed it" in text
+    assert "ran out of memory" in text
+    assert "Traceback" not in text
+    assert f'{HERE}", line' in text
