@@ -8,6 +8,7 @@ from hybridpp.checkpoint.manifest import Manifest
 from hybridpp.checkpoint.writer import Holding, write_holdings
 
 full_holding = Holding.of_all
+STATE = {"lr_scheduler": {"class": "StepLR", "state": {}}}
 
 
 def halves(key, tensor):
@@ -32,7 +33,7 @@ def save(path, step, seed=0, file_bytes=200, holdings=None):
     folder = step_folder(path, step)
     holdings = [halves(key, tensor) for key, tensor in tensors_of(seed).items()] if holdings is None else holdings
     files, tensors = write_holdings(folder, f"rank-00000.{save_id}", holdings, file_bytes)
-    manifest = Manifest(save_id=save_id, step=step, layout={}, files=files, tensors=tensors, state={"step": step})
+    manifest = Manifest(save_id=save_id, step=step, layout={}, files=files, tensors=tensors, state=STATE)
     commit(path, manifest)
     token_file(folder, save_id).unlink()
     return manifest

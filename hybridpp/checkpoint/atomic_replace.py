@@ -30,7 +30,8 @@ from hybridpp.checkpoint.index import (
     files_of_a_model,
     listed,
 )
-from hybridpp.checkpoint.staging_folder import NOTE, UnfinishedSave, identity, sync, write_unfinished
+from hybridpp.checkpoint.remote_path import sync
+from hybridpp.checkpoint.staging_folder import NOTE, UnfinishedSave, identity, write_unfinished
 from hybridpp.errors import CheckpointError
 
 

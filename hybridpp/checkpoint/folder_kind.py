@@ -1,11 +1,11 @@
 """What a folder holds that a call cannot use, in words, and which call can."""
 
-import json
 from pathlib import Path
 
 from hybridpp.checkpoint.commit import committed_steps, steps
-from hybridpp.checkpoint.manifest import DATA_FILE, MANIFEST
+from hybridpp.checkpoint.manifest import DATA_FILE, MANIFEST, MOST_BYTES
 from hybridpp.checkpoint.remote_path import AnyPath, dangling_link
+from hybridpp.checkpoint.schema import read_json
 from hybridpp.errors import CheckpointError
 from hybridpp.saving import PICKLED_SUFFIXES, SAFE_SUFFIXES
 
@@ -79,7 +79,8 @@ def _kind_of(path: Path) -> str:
 def _kind_of_manifest(path: Path) -> str | None:
     """Of what a manifest is, which may be damaged or of another version."""
     try:
-        state = json.loads(path.read_bytes())["state"]
-        return next((kind for kind in KINDS if kind in state), None)
-    except (ValueError, KeyError, TypeError, RecursionError):
+        content = read_json(path, MOST_BYTES)
+    except (OSError, ValueError):
         return None
+    state = content.get("state") if isinstance(content, dict) else None
+    return next((kind for kind in KINDS if isinstance(state, dict) and kind in state), None)

@@ -1,12 +1,12 @@
 """The files of a folder that hold weights, by Hugging Face's naming."""
 
 import hashlib
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from hybridpp.checkpoint.schema import anything, mapping, read_json, record, text
 from hybridpp.errors import CheckpointError
 
 
@@ -38,7 +38,10 @@ class WeightNames:
 MODEL, DIFFUSION = WeightNames("model"), WeightNames("diffusion_pytorch_model")
 """As transformers and most others call them, and as diffusers does."""
 
+MOST_INDEX_BYTES = 2**28
+"""Of an index of files; that of 100,000 weights has 10 MB."""
 CONFIG = "config.json"
+_MOST_CONFIG_BYTES = 2**26
 # Key of config.json: the file, or the index, that `from_pretrained` reads instead of the default ones.
 POINTER = "transformers_weights"
 
@@ -49,6 +52,9 @@ _UNFINISHED = re.compile(
     r"(model|diffusion_pytorch_model)(-[0-9a-f]{8}(-\d{5}-of-\d{5})?|-\d{5}-of-\d{5})\.safetensors(\.index\.json)?",
     re.ASCII,
 )
+
+
+_INDEX = record({"weight_map": mapping(text())}, {"metadata": anything}, is_open=True)
 
 
 def names_in(folder: Path, accepted: Sequence[WeightNames] = (MODEL, DIFFUSION)) -> WeightNames:
@@ -66,28 +72,34 @@ def listed(index: Path) -> dict[str, str]:
     """The file of each weight, by the weight's name.
 
     Raises:
-        CheckpointError: it is not a valid index.
+        CheckpointError: it is not a valid index, or names a file that is not in its folder.
     """
     try:
-        found = json.loads(index.read_text())["weight_map"]
-        if not isinstance(found, dict):
-            raise TypeError("weight_map is no mapping")
-        names: dict[str, str] = {key: _inside(name) for key, name in found.items()}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        found = read_json(index, MOST_INDEX_BYTES)
+        _INDEX(found, "")
+        names: dict[str, str] = found["weight_map"]
+        for name in set(names.values()):
+            _check_inside(name, index.parent)
+    except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{index} does not say which file holds which weight ({type(error).__name__}: {error}). Save it anew."
+            f"{index} does not say which file holds which weight: {error}. Save the model, or copy the folder, again."
         ) from error
     return names
 
 
-def _inside(name: object) -> str:
-    """The name of a file inside the folder; an index must not name other files of the host."""
-    if not isinstance(name, str) or not name or "\0" in name:
-        raise ValueError(f"{name!r} is no name of a file")
-    parts = PurePosixPath(name)
-    if parts.is_absolute() or ".." in parts.parts:
-        raise ValueError(f"{name!r} is not inside the folder")
-    return name
+def _check_inside(name: object, folder: Path) -> None:
+    """Refuse a name of a file that is not inside the folder: an index must not name other files of the host.
+
+    The file itself may be a link, as in the cache of Hugging Face's hub.
+    """
+    if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
+        raise ValueError(f"{name!r:.120} is no name of a file")
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"{name!r:.120} is not inside the folder")
+    linked = next((parent for parent in path.parents if (folder / parent).is_symlink() and parent.name), None)
+    if linked is not None:
+        raise ValueError(f"{name!r:.120} is in {str(linked)!r}, which is a link to another folder")
 
 
 def files_of(index: Path) -> set[str]:
@@ -106,9 +118,11 @@ def digest_of(index: Path) -> str | None:
 def pointed_to(folder: Path) -> str | None:
     """What the folder's ``config.json`` tells ``from_pretrained`` to read, if anything."""
     try:
-        config = json.loads((folder / CONFIG).read_text())
-        named = config.get(POINTER) if isinstance(config, dict) else None
-        return None if named is None else _inside(named)
+        config = read_json(folder / CONFIG, _MOST_CONFIG_BYTES)
+        named: str | None = config.get(POINTER) if isinstance(config, dict) else None
+        if named is not None:
+            _check_inside(named, folder)
+        return named
     except (OSError, ValueError):
         return None  # errors are reported where the config is needed
 

@@ -28,7 +28,7 @@ def fill_from(path: Path, wanted: Iterable[tuple[WantedBox, Tensor]]) -> None:
     try:
         with path.open("rb", buffering=0) as file, ExitStack() as stack:
             mapped: Any = None
-            header = StoredHeader(path, lambda start, end: _bytes(file, start, end))
+            header = _header_in(path, file)
             for one, target in wanted:
                 offset = header.offset(one.key, one.dtype, one.shape)
                 if _is_one_piece(one.shape, one.box) and _holds_bytes(target, one.dtype):
@@ -38,6 +38,21 @@ def fill_from(path: Path, wanted: Iterable[tuple[WantedBox, Tensor]]) -> None:
                 target.copy_(_mapped(mapped, one))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def local_header(path: Path) -> StoredHeader:
+    """Where a file's tensors are.
+
+    Raises:
+        CheckpointError: it is no safetensors file.
+        OSError: it cannot be read.
+    """
+    with path.open("rb", buffering=0) as file:
+        return _header_in(path, file)
+
+
+def _header_in(path: Path, file: BinaryIO) -> StoredHeader:
+    return StoredHeader(path, lambda start, end: _bytes(file, start, end))
 
 
 def _bytes(file: BinaryIO, start: int, end: int) -> bytes:

@@ -1,27 +1,45 @@
 """The manifest of a checkpoint: what it consists of. Without one that is intact, a folder is no checkpoint.
 
-It is JSON. The first line holds a digest of the rest, so that a changed bit is found. All that is read from it is
-checked: names of files against a pattern, boxes against shapes, sizes against files.
+It is JSON. The first line holds a digest of the rest, so that a changed bit is found. A digest that fits does not say
+who wrote it, so all of it is checked before any of it is used: names of files against a pattern, boxes against shapes,
+sizes against files, the state against what saves write.
 """
 
 import json
+import random
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
-from hybridpp.checkpoint.boxes import Box
+from hybridpp.checkpoint.boxes import Box, full_box
 from hybridpp.checkpoint.digest import bytes_match, new_digest, written_as
+from hybridpp.checkpoint.schema import (
+    anything,
+    integer,
+    items,
+    mapping,
+    one_of,
+    optional,
+    record,
+    shape_of,
+    text,
+)
+from hybridpp.checkpoint.state_schema import check_state
 from hybridpp.errors import CheckpointError
+from hybridpp.sizes import format_bytes
+from hybridpp.strict_json import parse_strictly
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+MOST_BYTES = 2**29
+"""Of a manifest: the states of generators of 16,000 ranks take half of it."""
 DATA_FILE = re.compile(r"rank-\d{5,}\.[0-9a-f]{8}\.\d{5}\.safetensors", re.ASCII)
 """Names of data files: of which rank, of which save, and a number."""
 
 _FIRST_LINE = re.compile(rb'\{"digest": "([a-z0-9_]+:[0-9a-f]+)",')
-_SAVE_ID = re.compile(r"[0-9a-f]{8}", re.ASCII)
 # Name in safetensors files, and bytes of an element, by torch's name.
 STORED_DTYPES = {
     "float64": ("F64", 8),
@@ -41,6 +59,26 @@ STORED_DTYPES = {
     "uint8": ("U8", 1),
     "bool": ("BOOL", 1),
 }
+
+
+_TEXT = text()
+_NAME = text(DATA_FILE.pattern, "the name of a data file")
+_CHUNK = items(anything, exactly=4)
+_TENSOR = record({"dtype": one_of(STORED_DTYPES), "shape": items(integer()), "chunks": items(_CHUNK)})
+_CONTENT = record(
+    {
+        "save_id": text("[0-9a-f]{8}", "eight hexadecimal digits"),
+        "step": integer(),
+        "files": mapping(record({"bytes": integer(), "digest": text("[a-z0-9_]+:[0-9a-f]+", "a digest")})),
+        "tensors": mapping(_TENSOR),
+        "layout": anything,
+        "state": anything,
+    },
+    {"saved": optional(integer(0, 2**40))},
+    is_open=True,
+)
+# A prime, so that a sum of products of random numbers below it is zero by chance alone.
+_PRIME = 2**61 - 1
 
 
 class NewerFormatError(CheckpointError):
@@ -104,6 +142,7 @@ class Manifest:
         files: by name.
         tensors: by key.
         state: everything else, as JSON.
+        saved_at: when, in seconds since 1970; None: a version that wrote no time saved it.
     """
 
     save_id: str
@@ -112,24 +151,44 @@ class Manifest:
     files: Mapping[str, FileEntry]
     tensors: Mapping[str, TensorEntry]
     state: Mapping[str, Any]
+    saved_at: int | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of all data files."""
         return sum(file.nbytes for file in self.files.values())
 
+    @cached_property
+    def stored_parts(self) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
+        """By file and by name in it, the dtype and shape of each part."""
+        found: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {name: {} for name in self.files}
+        for entry in self.tensors.values():
+            for box, file, name in entry.chunks:
+                found[file][name] = (entry.dtype, box.shape)
+        return found
+
     def to_bytes(self) -> bytes:
-        """The text of the manifest."""
+        """The text of the manifest.
+
+        Raises:
+            CheckpointError: it is larger than what is read.
+        """
         content = {
             "format": FORMAT,
             "save_id": self.save_id,
             "step": self.step,
+            "saved": self.saved_at,
             "layout": self.layout,
             "files": {name: {"bytes": file.nbytes, "digest": file.digest} for name, file in self.files.items()},
             "tensors": {key: tensor_as_json(entry) for key, entry in self.tensors.items()},
             "state": self.state,
         }
         rest = json.dumps(content, allow_nan=False).encode()[1:] + b"\n"
+        if len(rest) > MOST_BYTES - 200:
+            raise CheckpointError(
+                f"what is saved beside tensors takes {format_bytes(len(rest))}, and {MANIFEST} holds at most "
+                f"{format_bytes(MOST_BYTES)}. Save large tensors of extras and of get_extra_state in files of your own."
+            )
         digest = new_digest()
         digest.update(rest)
         return f'{{"digest": "{written_as(digest)}",\n'.encode() + rest
@@ -145,7 +204,7 @@ def merged(entries: Iterable[tuple[str, Any]]) -> dict[str, TensorEntry]:
     """The tensors of a checkpoint, from what each rank wrote of them as JSON."""
     found: dict[str, TensorEntry] = {}
     for key, raw in entries:
-        entry = _tensor(raw)
+        entry = _tensor(key, raw)
         if key in found:
             known = found[key]
             _require((known.dtype, known.shape) == (entry.dtype, entry.shape), f"ranks disagree about {key!r}")
@@ -159,26 +218,29 @@ def parse(data: bytes) -> Manifest:
 
     Raises:
         NewerFormatError: a newer version wrote it.
-        CheckpointError: it is damaged, or names what it must not name.
+        CheckpointError: it is damaged, or holds what no save writes.
     """
     first, _, rest = data.partition(b"\n")
     found = _FIRST_LINE.fullmatch(first)
     if found is None or not bytes_match(found[1].decode(), rest):
         raise CheckpointError(f"{MANIFEST} is damaged: it does not have the digest that it was written with")
     try:
-        content = json.loads(b"{" + rest)
-        _check_format(content["format"])
+        content = parse_strictly(b"{" + rest)
+        _check_format(content.get("format") if isinstance(content, dict) else None)
+        _CONTENT(content, "")
         manifest = Manifest(
-            save_id=_typed(content["save_id"], str),
-            step=_count(content["step"]),
-            layout=_typed(content["layout"], dict),
-            files={name: _file(name, entry) for name, entry in content["files"].items()},
-            tensors={key: _tensor(entry) for key, entry in content["tensors"].items()},
-            state=_typed(content["state"], dict),
+            save_id=content["save_id"],
+            step=content["step"],
+            layout=content["layout"],
+            files={name: FileEntry(entry["bytes"], entry["digest"]) for name, entry in content["files"].items()},
+            tensors={key: _tensor(key, entry) for key, entry in content["tensors"].items()},
+            state=content["state"],
+            saved_at=content.get("saved"),
         )
-    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{MANIFEST} is not one of this library: {type(error).__name__}: {error}") from error
-    check(manifest)
+        check(manifest)
+        check_state(manifest.state, manifest.layout, manifest.tensors)
+    except ValueError as error:
+        raise CheckpointError(f"{MANIFEST} is wrong: {error}") from error
     return manifest
 
 
@@ -197,20 +259,30 @@ def check(manifest: Manifest) -> None:
     Raises:
         CheckpointError: they do not.
     """
-    _require(_SAVE_ID.fullmatch(manifest.save_id) is not None, f"save_id is {manifest.save_id!r}")
+    for name in manifest.files:
+        _require(DATA_FILE.fullmatch(name) is not None, f"{name!r:.80} is no name of a data file")
     sizes = dict.fromkeys(manifest.files, 8)
     keys = set[tuple[str, str]]()
     for key, entry in manifest.tensors.items():
         for box, file, name in entry.chunks:
-            _require(file in manifest.files, f"{key!r} is in a file that is not listed")
-            _require((file, name) not in keys, f"{name!r} is listed twice")
-            _require(_lies_in(box, entry.shape), f"a part of {key!r} does not lie in its shape")
+            _require(file in manifest.files, f"{key!r:.120} is in a file that is not listed: {file!r:.80}")
+            _require((file, name) not in keys, f"{name!r:.120} is listed twice")
+            number = name.removeprefix(f"{key}#")
+            _require(number.isdecimal() and number != name, f"{name!r:.120} is no name of a part of {key!r:.120}")
+            _require(_lies_in(box, entry.shape), f"a part of {key!r:.120} does not lie in its shape {entry.shape}")
             keys.add((file, name))
             sizes[file] += box.size * STORED_DTYPES[entry.dtype][1]
-        _require(sum(chunk.box.size for chunk in entry.chunks) == prod(entry.shape), f"parts of {key!r} are missing")
-        _require(_are_disjoint([chunk.box for chunk in entry.chunks]), f"parts of {key!r} overlap")
+        _check_parts(key, entry)
     for name, size in sizes.items():
-        _require(size <= manifest.files[name].nbytes, f"{name} is too small for what it holds")
+        nbytes = manifest.files[name].nbytes
+        _require(size <= nbytes, f"{name} is too small for what it holds: {nbytes} bytes for {size}")
+
+
+def _check_parts(key: str, entry: TensorEntry) -> None:
+    boxes, size = [chunk.box for chunk in entry.chunks], prod(entry.shape)
+    total = sum(box.size for box in boxes)
+    _require(total >= size, f"parts of {key!r:.120} are missing: it has {total} of {size} elements")
+    _require(total <= size and _are_all_of(boxes, entry.shape), f"parts of {key!r:.120} overlap")
 
 
 def _lies_in(box: Box, shape: tuple[int, ...]) -> bool:
@@ -219,17 +291,27 @@ def _lies_in(box: Box, shape: tuple[int, ...]) -> bool:
     )
 
 
-def _are_disjoint(boxes: list[Box]) -> bool:
-    """Whether no two boxes have an element in common; those that lie apart along dimension 0 are not compared."""
-    ordered = sorted(boxes)
-    for index, box in enumerate(ordered):
-        end = box.start[0] + box.shape[0] if box.start else 1
-        for other in ordered[index + 1 :]:
-            if other.start and other.start[0] >= end:
-                break
-            if box.intersection(other) is not None:
-                return False
-    return True
+def _are_all_of(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
+    """Whether boxes are all of a shape, with each element in one of them.
+
+    Each position at which boxes begin or end gets a random number, and a range weighs the difference of those at its
+    ends; a box weighs the product over its ranges. If each element is in one box, the weights add up to that of the
+    shape. Otherwise the two differ by a polynomial in the random numbers, which is zero for one of 2**55 draws. So the
+    time is linear in the number of boxes; to compare all pairs takes its square.
+    """
+    draw = random.Random()  # no seed: whoever wrote the boxes does not know it
+    numbers: list[dict[int, int]] = [{} for _ in shape]
+
+    def weight(box: Box) -> int:
+        product = 1
+        for at, start, length in zip(numbers, box.start, box.shape, strict=True):
+            for end in (start, start + length):
+                if end not in at:
+                    at[end] = draw.randrange(_PRIME)
+            product = product * (at[start + length] - at[start]) % _PRIME
+        return product
+
+    return sum(map(weight, boxes)) % _PRIME == weight(full_box(shape))
 
 
 def _require(holds: bool, problem: str) -> None:
@@ -237,34 +319,16 @@ def _require(holds: bool, problem: str) -> None:
         raise CheckpointError(f"{MANIFEST} is wrong: {problem}")
 
 
-def _typed(value: Any, kind: type) -> Any:
-    if type(value) is not kind:
-        raise TypeError(f"{value!r} is no {kind.__name__}")
-    return value
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise TypeError(f"{value!r} is no number of anything")
-    return value
-
-
-def _file(name: str, entry: Any) -> FileEntry:
-    if DATA_FILE.fullmatch(name) is None:
-        raise ValueError(f"{name!r} is no name of a data file")
-    return FileEntry(_count(entry["bytes"]), _typed(entry["digest"], str))
-
-
-def _tensor(entry: Any) -> TensorEntry:
-    dtype = _typed(entry["dtype"], str)
-    if dtype not in STORED_DTYPES:
-        raise ValueError(f"{dtype!r} is no dtype of a checkpoint")
-    chunks = [
-        Chunk(Box(_counts(start), _counts(shape)), _typed(file, str), _typed(key, str))
-        for start, shape, file, key in entry["chunks"]
-    ]
-    return TensorEntry(dtype, _counts(entry["shape"]), tuple(chunks))
-
-
-def _counts(values: Any) -> tuple[int, ...]:
-    return tuple(map(_count, values))
+def _tensor(key: str, entry: Any) -> TensorEntry:
+    where = f"the tensor {key!r:.120}"
+    _TENSOR(entry, where)
+    dtype = entry["dtype"]
+    width = STORED_DTYPES[dtype][1]
+    chunks = []
+    for number, (start, shape, file, name) in enumerate(entry["chunks"]):
+        at = f"part {number} of {where}"
+        ends = shape_of(start, f"{at}: its start", 1), shape_of(shape, f"{at}: its shape", width)
+        _NAME(file, f"{at}: its file")
+        _TEXT(name, f"{at}: its name")
+        chunks.append(Chunk(Box(*ends), file, name))
+    return TensorEntry(dtype, shape_of(entry["shape"], f"the shape of {where}", width), tuple(chunks))

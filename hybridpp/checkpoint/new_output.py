@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hybridpp.checkpoint.staging_folder import sync
+from hybridpp.checkpoint.remote_path import sync
 from hybridpp.errors import CheckpointError
 
 

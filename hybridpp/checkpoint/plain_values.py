@@ -15,6 +15,9 @@ from hybridpp.errors import CheckpointError, ConfigError
 _TAG = "$"
 # Containers in containers. A reader is deeper in calls than a writer may be, and needs several for each.
 _MAX_DEPTH = 64
+# What they take in JSON: three for each, and some for what is in them.
+_MAX_JSON_DEPTH = 256
+_NUMPY_KINDS = "biufc"
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -62,7 +65,7 @@ def _encode(value: Any, name: str, depth: int) -> Any:
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, Tensor) and value.layout is torch.strided and _name_of(value.dtype) in _DTYPES:
         return {"$tensor": [_name_of(value.dtype), list(value.shape), _bytes_of(value)]}
-    if isinstance(value, numpy.generic | numpy.ndarray) and value.dtype.kind in "biufc":
+    if isinstance(value, numpy.generic | numpy.ndarray) and value.dtype.kind in _NUMPY_KINDS:
         array = numpy.ascontiguousarray(value)
         return {"$numpy": [array.dtype.str, list(numpy.shape(value)), base64.b64encode(array.tobytes()).decode()]}
     what = f"{kind.__name__} of {value.dtype}" if hasattr(value, "dtype") else kind.__name__
@@ -93,35 +96,68 @@ def _bytes_of(tensor: Tensor) -> str:
     return base64.b64encode(host.view(torch.uint8).numpy().tobytes()).decode()
 
 
-def _hashable_pairs(pairs: Any) -> dict[Any, Any]:
-    return {decode(key): decode(item) for key, item in pairs}
+def _decoded_items(parts: Any, depth: int) -> list[Any]:
+    if not isinstance(parts, list):
+        raise TypeError(f"{parts!r:.60} is no list")
+    return [_decode(item, depth + 1) for item in parts]
 
 
-def _tensor(parts: Any) -> Tensor:
+def _decoded_pairs(parts: Any, depth: int) -> dict[Any, Any]:
+    pairs = [(_decode(key, depth + 2), _decode(item, depth + 2)) for key, item in parts]
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is there twice")
+    return found
+
+
+def _decoded_bytes(text: Any) -> bytes:
+    if not isinstance(text, str):
+        raise TypeError(f"{text!r:.60} is no text")
+    return base64.b64decode(text, validate=True)
+
+
+def _sized(shape: Any, itemsize: int, data: bytearray) -> tuple[int, ...]:
+    """A shape of which there are all bytes."""
+    if not isinstance(shape, list) or any(type(size) is not int or size < 0 for size in shape) or len(shape) > 64:
+        raise ValueError(f"{shape!r:.60} is no shape")
+    if math.prod(shape) * itemsize != len(data):
+        raise ValueError(f"the shape {shape} takes {math.prod(shape) * itemsize} bytes, and there are {len(data)}")
+    if math.prod(max(size, 1) for size in shape) >= 2**60:
+        raise ValueError(f"{shape!r:.60} is no shape")
+    return tuple(shape)
+
+
+def _tensor(parts: Any, depth: int) -> Tensor:
     dtype, shape, text = parts
-    return (
-        torch.frombuffer(bytearray(base64.b64decode(text)), dtype=_DTYPES[dtype]).reshape(shape)
-        if text
-        else (torch.empty(shape, dtype=_DTYPES[dtype]))
-    )
+    data, kind = bytearray(_decoded_bytes(text)), _DTYPES[dtype]
+    sizes = _sized(shape, kind.itemsize, data)
+    return torch.frombuffer(data, dtype=kind).reshape(sizes) if data else torch.empty(sizes, dtype=kind)
 
 
-def _array(parts: Any) -> Any:
-    dtype, shape, text = parts
-    array = numpy.frombuffer(bytearray(base64.b64decode(text)), dtype=numpy.dtype(dtype)).reshape(shape)
+def _array(parts: Any, depth: int) -> Any:
+    name, shape, text = parts
+    if not isinstance(name, str) or (dtype := numpy.dtype(name)).kind not in _NUMPY_KINDS:
+        raise TypeError(f"{name!r:.60} is no dtype of an array")
+    data = bytearray(_decoded_bytes(text))
+    array = numpy.frombuffer(data, dtype=dtype).reshape(_sized(shape, dtype.itemsize, data))
     return array if shape else array[()]
 
 
-_DECODERS: dict[str, Callable[[Any], Any]] = {
-    "$float": lambda text: {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[text],
-    "$complex": lambda parts: complex(*map(decode, parts)),
-    "$bytes": base64.b64decode,
-    "$tuple": lambda items: tuple(map(decode, items)),
-    "$set": lambda items: set(map(decode, items)),
-    "$frozenset": lambda items: frozenset(map(decode, items)),
-    "$dict": _hashable_pairs,
-    "$OrderedDict": lambda pairs: OrderedDict(_hashable_pairs(pairs)),
-    "$Counter": lambda pairs: Counter(_hashable_pairs(pairs)),
+def _complex(parts: Any, depth: int) -> complex:
+    real, imaginary = _decoded_items(parts, depth)
+    return complex(real, imaginary)
+
+
+_DECODERS: dict[str, Callable[[Any, int], Any]] = {
+    "$float": lambda text, _: {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[text],
+    "$complex": _complex,
+    "$bytes": lambda text, _: _decoded_bytes(text),
+    "$tuple": lambda items, depth: tuple(_decoded_items(items, depth)),
+    "$set": lambda items, depth: set(_decoded_items(items, depth)),
+    "$frozenset": lambda items, depth: frozenset(_decoded_items(items, depth)),
+    "$dict": _decoded_pairs,
+    "$OrderedDict": lambda pairs, depth: OrderedDict(_decoded_pairs(pairs, depth)),
+    "$Counter": lambda pairs, depth: Counter(_decoded_pairs(pairs, depth)),
     "$tensor": _tensor,
     "$numpy": _array,
 }
@@ -133,17 +169,25 @@ def decode(value: Any) -> Any:
     Raises:
         CheckpointError: it is not what :func:`encode` writes.
     """
+    return _decode(value, 0)
+
+
+def _decode(value: Any, depth: int) -> Any:
+    if depth > _MAX_JSON_DEPTH:
+        raise CheckpointError("the checkpoint holds a value that is nested deeper than any that is saved.")
     if isinstance(value, list):
-        return [decode(item) for item in value]
+        return [_decode(item, depth + 1) for item in value]
     if not isinstance(value, dict):
         return value
     tags = [key for key in value if key.startswith(_TAG)]
     if not tags:
-        return {key: decode(item) for key, item in value.items()}
+        return {key: _decode(item, depth + 1) for key, item in value.items()}
     try:
         ((tag, parts),) = value.items()
-        return _DECODERS[tag](parts)
-    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        return _DECODERS[tag](parts, depth + 1)
+    except (KeyError, ValueError, TypeError, RuntimeError, OverflowError) as error:
+        if isinstance(error, CheckpointError):
+            raise
         raise CheckpointError(
             f"the checkpoint holds a value that this version cannot read: {tags[0]!r}, {error}. Use the version that "
             "wrote it."

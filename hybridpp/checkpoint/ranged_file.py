@@ -49,7 +49,7 @@ def read_boxes(path: RemotePath, wanted: Sequence[WantedBox]) -> Iterator[tuple[
     Raises:
         CheckpointError: the file is broken, or is not what was expected.
     """
-    header = _header(path)
+    header = remote_header(path)
     batch: list[tuple[int, _Request]] = []
     size = 0
     for number, one in enumerate(wanted):
@@ -62,8 +62,12 @@ def read_boxes(path: RemotePath, wanted: Sequence[WantedBox]) -> Iterator[tuple[
     yield from _read(path, batch)
 
 
-def _header(path: RemotePath) -> StoredHeader:
-    """Where a file's tensors are."""
+def remote_header(path: RemotePath) -> StoredHeader:
+    """Where a file's tensors are.
+
+    Raises:
+        CheckpointError: it cannot be read, or is no safetensors file.
+    """
 
     def read(start: int, end: int) -> bytes:
         (data,) = path.read_ranges([(start, end)])

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from hybridpp.checkpoint.boxes import Box
 from hybridpp.checkpoint.digest import file_matches
-from hybridpp.checkpoint.local_file import fill_from
-from hybridpp.checkpoint.manifest import MANIFEST, Chunk, Manifest, TensorEntry, parse
-from hybridpp.checkpoint.ranged_file import WantedBox, read_boxes
+from hybridpp.checkpoint.local_file import fill_from, local_header
+from hybridpp.checkpoint.manifest import MANIFEST, MOST_BYTES, Chunk, Manifest, TensorEntry, parse
+from hybridpp.checkpoint.ranged_file import WantedBox, read_boxes, remote_header
 from hybridpp.checkpoint.remote_path import AnyPath, RemotePath
+from hybridpp.checkpoint.schema import read_limited
 from hybridpp.checkpoint.writer import Holding
 from hybridpp.errors import CheckpointError
 
@@ -40,12 +41,16 @@ def read_manifest(folder: AnyPath) -> Manifest:
         CheckpointError: it is damaged, or a file is missing or has another size.
     """
     try:
-        manifest = parse((folder / MANIFEST).read_bytes())
+        manifest = parse(read_limited(folder / MANIFEST, MOST_BYTES))
     except OSError as error:
         raise CheckpointError(f"{MANIFEST} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{MANIFEST} is wrong: {error}") from error
     for name, file in manifest.files.items():
         path = folder / name
-        if path.is_symlink() or not path.is_file():
+        if path.is_symlink():
+            raise CheckpointError(f"{name} is a link, and not the file that was written")
+        if not path.is_file():
             raise CheckpointError(f"{name} is missing")
         if path.stat().st_size != file.nbytes:
             raise CheckpointError(f"{name} has {path.stat().st_size} bytes, and was written with {file.nbytes}")
@@ -53,17 +58,21 @@ def read_manifest(folder: AnyPath) -> Manifest:
 
 
 def verify_file(folder: AnyPath, manifest: Manifest, name: str) -> None:
-    """Read a data file, and compare it with its digest.
+    """Read a data file, and compare it with its digest, and its header with the manifest.
 
     Raises:
         CheckpointError: it was changed, or cannot be read.
     """
     try:
         matches = file_matches(manifest.files[name].digest, folder / name)
+        if not matches:
+            raise CheckpointError(f"{name} is damaged: it does not have the digest that it was written with")
+        parts, nbytes = manifest.stored_parts[name], manifest.files[name].nbytes
+        path = folder / name
+        header = remote_header(path) if isinstance(path, RemotePath) else local_header(path)
+        header.check_parts(parts, nbytes)
     except OSError as error:
         raise CheckpointError(f"{name} cannot be read: {error.strerror}") from error
-    if not matches:
-        raise CheckpointError(f"{name} is damaged: it does not have the digest that it was written with")
 
 
 def plan_reads(tensors: Mapping[str, TensorEntry], holdings: Iterable[Holding]) -> list[PlannedRead]:

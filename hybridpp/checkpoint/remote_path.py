@@ -12,13 +12,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import fsspec
 
-from hybridpp.checkpoint.staging_folder import sync
 from hybridpp.errors import ConfigError
 from hybridpp.saving import require_path
 
 _T = TypeVar("_T")
 # These are local: their files are synced to disk, which fsspec would not do.
 _LOCAL = ("file://", "local://")
+# Errors of file systems that cannot sync a folder.
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 
 
 class RemoteStat(NamedTuple):
@@ -187,6 +188,18 @@ def as_path(path: str | Path) -> AnyPath:
 def absolute(path: AnyPath) -> AnyPath:
     """A path that other processes find, too."""
     return path.absolute() if isinstance(path, Path) else path
+
+
+def sync(path: Path) -> None:
+    """Sync a file, or a folder's entries, to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if not path.is_dir() or error.errno not in _NO_SYNC:
+            raise
+    finally:
+        os.close(handle)
 
 
 def sync_path(path: AnyPath) -> None:

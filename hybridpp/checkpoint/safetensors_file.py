@@ -12,9 +12,19 @@ from torch import Tensor
 
 from hybridpp.checkpoint.manifest import STORED_DTYPES
 from hybridpp.checkpoint.remote_path import AnyPath
+from hybridpp.checkpoint.schema import integer, items, mapping, one_of, record, require, shape_of, text
 from hybridpp.errors import CheckpointError
+from hybridpp.strict_json import parse_strictly
 
 _MOST_HEADER = 10**8
+_ENTRY = record(
+    {
+        "dtype": one_of([stored for stored, _ in STORED_DTYPES.values()]),
+        "shape": items(integer()),
+        "data_offsets": items(integer(), exactly=2),
+    }
+)
+_WIDTHS = dict(STORED_DTYPES.values())
 
 
 class StoredSpec(NamedTuple):
@@ -93,12 +103,38 @@ class StoredHeader:
             num_bytes = int.from_bytes(length, "little")
             if len(length) != 8 or num_bytes > _MOST_HEADER:
                 raise ValueError("it has no header")
-            self._entries = json.loads(read(8, 8 + num_bytes))
-            if not isinstance(self._entries, dict):
-                raise ValueError("its header is no dict")
-        except (ValueError, RecursionError) as error:
+            self._entries = parse_strictly(read(8, 8 + num_bytes))
+            mapping(mapping(lambda value, where: None))(self._entries, "its header")
+            mapping(text())(self._entries.pop("__metadata__", {}), "its metadata")
+            for key, entry in self._entries.items():
+                _check_entry(key, entry)
+        except ValueError as error:
             raise CheckpointError(f"{path} cannot be read as a safetensors file: {error}") from error
         self._data = 8 + num_bytes
+
+    def check_parts(self, parts: Mapping[str, tuple[str, tuple[int, ...]]], nbytes: int) -> None:
+        """Check that the file holds some tensors, one after the other, and nothing else.
+
+        Args:
+            parts: their dtypes, by torch's name, and shapes.
+            nbytes: size of the file.
+
+        Raises:
+            CheckpointError: it does not.
+        """
+        for key, (dtype, shape) in parts.items():
+            self.offset(key, dtype, shape)
+        if others := self._entries.keys() - parts.keys():
+            raise CheckpointError(f"{self._path} is not what its manifest says: it holds {min(others)!r:.120}, too")
+        end = 0
+        for start, stop in sorted(entry["data_offsets"] for entry in self._entries.values()):
+            if start != end:
+                raise CheckpointError(f"{self._path} is broken: of its data, a part begins at {start}, not at {end}")
+            end = stop
+        if self._data + end != nbytes:
+            raise CheckpointError(
+                f"{self._path} is broken: it has {nbytes} bytes, and its header is of {self._data + end}"
+            )
 
     def offset(self, key: str, dtype: str, shape: tuple[int, ...]) -> int:
         """Where a tensor's values begin in the file.
@@ -111,21 +147,26 @@ class StoredHeader:
         Raises:
             CheckpointError: there is no such tensor.
         """
-        name, width = STORED_DTYPES[dtype]
+        name, _ = STORED_DTYPES[dtype]
         found = "is missing"
-        try:
-            if key in self._entries:
-                entry = self._entries[key]
-                found = f"has shape {tuple(entry['shape'])} and {entry['dtype']}"
-                start, end = entry["data_offsets"]
-                fits = (entry["dtype"], entry["shape"]) == (name, list(shape))
-                if fits and type(start) is int and start >= 0 and end - start == prod(shape) * width:
-                    return self._data + start
-        except (KeyError, TypeError, ValueError) as error:
-            found = f"has a broken entry: {type(error).__name__}: {error}"
+        if key in self._entries:
+            entry = self._entries[key]
+            found = f"has shape {tuple(entry['shape'])} and {entry['dtype']}"
+            if (entry["dtype"], entry["shape"]) == (name, list(shape)):
+                start: int = entry["data_offsets"][0]
+                return self._data + start
         raise CheckpointError(
             f"{self._path} is not what its manifest says: {key} {found}, and should have shape {shape} and {name}."
         )
+
+
+def _check_entry(key: str, entry: Any) -> None:
+    where = f"its entry {key!r:.120}"
+    _ENTRY(entry, where)
+    width = _WIDTHS[entry["dtype"]]
+    size = prod(shape_of(entry["shape"], f"{where}.shape", width)) * width
+    start, end = entry["data_offsets"]
+    require(end - start == size, f"{where}.data_offsets", [start, end], f"{size} bytes apart")
 
 
 def values(tensor: Tensor, dtype: torch.dtype) -> memoryview:

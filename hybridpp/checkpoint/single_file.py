@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hybridpp.checkpoint.hub_tensors import OutputGroup
 from hybridpp.checkpoint.read import CheckpointContents, InMemory, StoredTensor, open_plain
+from hybridpp.checkpoint.remote_path import sync
 from hybridpp.checkpoint.safetensors_file import write_safetensors
-from hybridpp.checkpoint.staging_folder import sync
 from hybridpp.errors import CheckpointError
 from hybridpp.nn.torch_private import storage_id
 from hybridpp.saving import SAFE_SUFFIXES

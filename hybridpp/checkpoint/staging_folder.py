@@ -4,7 +4,6 @@ It also holds a note, for readers and for the save after a killed one, that list
 the note exists.
 """
 
-import errno
 import json
 import os
 import re
@@ -14,11 +13,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hybridpp.checkpoint.index import DIFFUSION, MODEL, digest_of, files_of, may_be_unfinished, pointed_to
+from hybridpp.checkpoint.remote_path import sync
+from hybridpp.checkpoint.schema import items, read_json, record, text
 
 _PREFIX, NOTE = ".hybridpp-save-", "unfinished.json"
+_NOTE = record({"stale": items(text()), "files": items(text())})
+_MOST_NOTE_BYTES = 2**26
 _STAGING = re.compile(re.escape(_PREFIX) + "[0-9a-f]{8}", re.ASCII)
-# Errors of file systems that cannot sync a folder.
-_NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,11 @@ def unfinished(folder: Path) -> UnfinishedSave:
         if staging.is_symlink():
             continue
         try:
-            found = json.loads((staging / NOTE).read_text())
-            files = tuple(name for name in map(str, found["files"]) if may_be_unfinished(name))
-            notes.append(UnfinishedSave(tuple(map(str, found["stale"])), files))
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            found = read_json(staging / NOTE, _MOST_NOTE_BYTES)
+            _NOTE(found, "")
+            files = tuple(name for name in found["files"] if may_be_unfinished(name))
+            notes.append(UnfinishedSave(tuple(found["stale"]), files))
+        except (OSError, ValueError):
             continue  # killed before it wrote its note, and so before it changed anything else
     return UnfinishedSave(
         tuple(digest for note in notes for digest in note.stale), tuple(name for note in notes for name in note.files)
@@ -101,15 +103,3 @@ def remove_leftovers(folder: Path) -> None:
             shutil.rmtree(staging)
         else:
             staging.unlink(missing_ok=True)
-
-
-def sync(path: Path) -> None:
-    """Sync a file, or a folder's entries, to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if not path.is_dir() or error.errno not in _NO_SYNC:
-            raise
-    finally:
-        os.close(handle)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from hybridpp.checkpoint import CheckpointContents
 from hybridpp.checkpoint.read import open_plain
-from hybridpp.checkpoint.staging_folder import stage, sync
+from hybridpp.checkpoint.remote_path import sync
+from hybridpp.checkpoint.staging_folder import stage
 from hybridpp.errors import CheckpointError, ConfigError, PeerError
 from hybridpp.nn.peft_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from hybridpp_plugins.agreement import agree

@@ -74,7 +74,7 @@ NAMES = [
     "weights.pt",
 ]
 ATTACKS = {
-    **{f"name {name!r}": (lambda c, n=name: rename_file(c, n), "is no name of a data file") for name in NAMES},
+    **{f"name {name!r}": (lambda c, n=name: rename_file(c, n), "must be the name of a data file") for name in NAMES},
     "huge shape": (lambda c: first(c, "tensors").update(shape=[2**50, 4]), "parts of .* are missing"),
     "huge tensor": (
         lambda c: first(c, "tensors").update(
@@ -83,8 +83,14 @@ ATTACKS = {
         "is too small for what it holds",
     ),
     "outside": (lambda c: first(c, "tensors")["chunks"][0].__setitem__(0, [5, 0]), "does not lie in its shape"),
-    "negative": (lambda c: first(c, "tensors")["chunks"][0].__setitem__(0, [-1, 0]), "-1 is no number of anything"),
-    "bool": (lambda c: first(c, "tensors")["chunks"][0].__setitem__(0, [True, 0]), "True is no number of anything"),
+    "negative": (
+        lambda c: first(c, "tensors")["chunks"][0].__setitem__(0, [-1, 0]),
+        "its start.0. is -1, and must be a whole number from 0",
+    ),
+    "bool": (
+        lambda c: first(c, "tensors")["chunks"][0].__setitem__(0, [True, 0]),
+        "its start.0. is True, and must be a whole number",
+    ),
     "overlap": (lambda c: first(c, "tensors")["chunks"][0].__setitem__(0, [0, 1]), "parts of .* overlap"),
     "missing": (lambda c: first(c, "tensors")["chunks"].pop(), "parts of .* are missing"),
     "twice": (
@@ -95,17 +101,20 @@ ATTACKS = {
         lambda c: first(c, "tensors")["chunks"][0].__setitem__(2, "rank-00007.01234567.00000.safetensors"),
         "is in a file that is not listed",
     ),
-    "dtype": (lambda c: first(c, "tensors").update(dtype="object"), "'object' is no dtype of a checkpoint"),
+    "dtype": (
+        lambda c: first(c, "tensors").update(dtype="object"),
+        "dtype is 'object', and must be one of bfloat16, bool",
+    ),
     "small file": (lambda c: first(c, "files").update(bytes=80), "is too small for what it holds"),
-    "id": (lambda c: c.update(save_id="../../x"), "save_id is '../../x'"),
-    "step": (lambda c: c.update(step="3"), "'3' is no number of anything"),
+    "id": (lambda c: c.update(save_id="../../x"), "save_id is '../../x', and must be eight hexadecimal digits"),
+    "step": (lambda c: c.update(step="3"), "step is '3', and must be a whole number from 0"),
     "format": (
         lambda c: c.update(format=99),
         "a newer version of hybridpp wrote it, in format 99, and this one reads format 1. Install",
     ),
-    "no tensors": (lambda c: c.pop("tensors"), "is not one of this library: KeyError"),
-    "list": (lambda c: c.update(files=[]), "is not one of this library"),
-    "nesting": (lambda c: c.update(state=[]), "is no dict"),
+    "no tensors": (lambda c: c.pop("tensors"), "it lacks 'tensors'"),
+    "list": (lambda c: c.update(files=[]), "files is .., and must be an object"),
+    "nesting": (lambda c: c.update(state=[]), "state is .., and must be an object"),
 }
 
 
@@ -130,7 +139,7 @@ def test_wrong_sizes_and_links_are_refused_before_a_file_is_opened(tmp_path):
         read_manifest(folder)
     (tmp_path / "elsewhere").write_bytes(data)
     (folder / name).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match=f"{name} is missing"):
+    with pytest.raises(CheckpointError, match=f"{name} is a link, and not the file that was written"):
         read_manifest(folder)
 
 
