@@ -8,7 +8,8 @@ from hybridpp.checkpoint.manifest import Manifest
 from hybridpp.checkpoint.writer import Holding, write_holdings
 
 full_holding = Holding.of_all
-STATE = {"lr_scheduler": {"class": "StepLR", "state": {}}}
+LAYOUT = {"dp_size": 1, "pp_size": 1, "tp_size": 1}
+STATE = {"models": [], "extras": {}, "generators": None, "replicas_of_ranks": [0]}
 
 
 def halves(key, tensor):
@@ -33,7 +34,7 @@ def save(path, step, seed=0, file_bytes=200, holdings=None):
     folder = step_folder(path, step)
     holdings = [halves(key, tensor) for key, tensor in tensors_of(seed).items()] if holdings is None else holdings
     files, tensors = write_holdings(folder, f"rank-00000.{save_id}", holdings, file_bytes)
-    manifest = Manifest(save_id=save_id, step=step, layout={}, files=files, tensors=tensors, state=STATE)
+    manifest = Manifest(save_id=save_id, step=step, layout=LAYOUT, files=files, tensors=tensors, state=STATE)
     commit(path, manifest)
     token_file(folder, save_id).unlink()
     return manifest

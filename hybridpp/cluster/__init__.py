@@ -7,7 +7,7 @@ from hybridpp.cluster.current import current_world
 from hybridpp.cluster.dist_logger import disable_existing_loggers, get_dist_logger
 from hybridpp.cluster.gather_numbers import PendingNumbers, gather_numbers, name_ranks, start_gather_numbers
 from hybridpp.cluster.gather_objects import gather_objects
-from hybridpp.cluster.generators import generator_states, set_generator_states
+from hybridpp.cluster.generators import check_generator_states, generator_states, set_generator_states
 from hybridpp.cluster.grid import Axis, Coordinate, RankGrid
 from hybridpp.cluster.host_copy import HostCopy
 from hybridpp.cluster.hosts import ranks_per_host
@@ -64,6 +64,7 @@ __all__ = [
     "Work",
     "World",
     "as_carried",
+    "check_generator_states",
     "check_joined",
     "current_world",
     "default_generators",

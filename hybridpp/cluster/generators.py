@@ -7,6 +7,7 @@ import numpy
 import torch
 
 from hybridpp.cluster.seeds import RandomState, random_state, set_random_state
+from hybridpp.errors import ConfigError
 
 
 def generator_states(device: torch.device) -> dict[str, Any]:
@@ -18,6 +19,25 @@ def generator_states(device: torch.device) -> dict[str, Any]:
         "torch": torch_state.cpu,
         "cuda": torch_state.cuda,
     }
+
+
+def check_generator_states(states: dict[str, Any], device: torch.device) -> None:
+    """Check that :func:`set_generator_states` would take states; no generator that a script draws from changes.
+
+    Raises:
+        ConfigError: it would not.
+    """
+    try:
+        random.Random().setstate(states["python"])
+        numpy.random.RandomState().set_state(states["numpy"])
+        torch.Generator().set_state(states["torch"])
+        if device.type == "cuda" and states["cuda"] is not None:
+            torch.Generator(device).set_state(states["cuda"])
+    except (KeyError, IndexError, AttributeError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"a state of the random generators is none: {type(error).__name__}: {error}. Restore the files from a "
+            'copy, or resume without "generators" in parts'
+        ) from error
 
 
 def set_generator_states(states: dict[str, Any], device: torch.device) -> None:

@@ -13,6 +13,7 @@ from hybridpp.checkpoint.writer import Holding
 from hybridpp.errors import CheckpointError
 from hybridpp.optim import optimizer_name
 from hybridpp_plugins.rank_shares import RankShares
+from hybridpp_plugins.stored_values import is_like
 
 # How steps are computed, which is the run's own choice and not what it computes.
 _IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
@@ -124,6 +125,7 @@ class OptimizerByName:
                 f"the optimizer had {len(there)} parameter groups, and has {len(names_of_all_ranks)} here. Make the "
                 "same groups"
             )
+        self._check_values(stored["settings"])
         for index, (saved, here) in enumerate(zip(there, names_of_all_ranks, strict=True)):
             if different := sorted(saved ^ set(here)):
                 where = "there" if different[0] in saved else "here"
@@ -139,6 +141,16 @@ class OptimizerByName:
                     f"the state of an optimizer with {', '.join(unknown)} cannot be loaded into {self.kind}. Use the "
                     "same one"
                 )
+
+    def _check_values(self, stored: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse settings that are no values of these."""
+        for index, (group, saved) in enumerate(zip(self._optimizer.param_groups, stored, strict=True)):
+            for key, value in _decoded(saved).items():
+                if not is_like(value, group.get(key)):
+                    raise CheckpointError(
+                        f"group {index} of the optimizer has {key!r:.80} = {value!r:.80} there, and "
+                        f"{group.get(key)!r:.80} here. Restore the files from a copy"
+                    )
 
     def planned_state(
         self, described: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, TensorEntry]

@@ -19,6 +19,7 @@ from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.optimizer_part import OptimizerPart, merged_optimizer
 from hybridpp_plugins.optimizer_state import RunProgress
 from hybridpp_plugins.rank_shares import RankShares, held_weights
+from hybridpp_plugins.stored_values import check_schedule
 from hybridpp_plugins.verified_folder import verified
 
 _PREFIX = "model0/"
@@ -147,6 +148,8 @@ def load_optimizer(engine: Engine, boosted: HybridOptimizer, folder: AnyPath) ->
             f"{folder} does not fit this optimizer of a {kind}: it was saved with a {model}, and {error}. Nothing was "
             "changed."
         )
+    except Exception as error:
+        failure = error
     _agree(control, call, failure)
     try:
         fill(folder, reads)
@@ -172,7 +175,12 @@ def load_schedule(control: Group, lr_scheduler: Any, folder: AnyPath) -> None:
             f"{folder} holds the state of a {saved['class']}, which does not fit a {kind}. Use the same class of "
             "schedule. Nothing was changed."
         )
-    lr_scheduler.load_state_dict(decode(saved["state"]))
+    state = decode(saved["state"])
+    try:
+        check_schedule(lr_scheduler, state)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder} cannot be used: {error}. Nothing was changed.") from error
+    lr_scheduler.load_state_dict(state)
 
 
 def _class_name(lr_scheduler: Any) -> str:

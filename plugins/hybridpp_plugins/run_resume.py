@@ -16,7 +16,7 @@ from hybridpp.checkpoint.plain_values import decode
 from hybridpp.checkpoint.reader import fill
 from hybridpp.checkpoint.remote_path import AnyPath, dangling_link
 from hybridpp.checkpoint.stop_marker import remove_marker
-from hybridpp.cluster import Group, gather_objects, get_dist_logger, set_generator_states
+from hybridpp.cluster import Group, check_generator_states, gather_objects, get_dist_logger, set_generator_states
 from hybridpp.errors import CheckpointError, ConfigError
 from hybridpp.plugin import Resumed
 from hybridpp.saving import RUN_PARTS
@@ -39,8 +39,10 @@ def resume_run(parts: Sequence[RunParts], path: AnyPath, *, start_fresh: bool, r
     names = gather_objects(control, _RESUME, [state.group_names for state in states])
     folder = step_folder(path, manifest.step)
     failure: Exception | None = None
+    stored: Sequence[Any] = manifest.state.get("models", [])
     try:
-        stored = manifest.state["models"]
+        if "models" not in manifest.state:
+            raise CheckpointError("it holds no run, but an optimizer or an LR schedule alone")
         if len(stored) != len(states):
             there = ", ".join(model["class"] for model in stored)
             here = ", ".join(type(state.engine.model).__name__ for state in states)
@@ -53,6 +55,8 @@ def resume_run(parts: Sequence[RunParts], path: AnyPath, *, start_fresh: bool, r
         ]
         has_generators = manifest.state["generators"] and "generators" in resumed
         generators = decode(_own_generators(manifest, parts[0])) if has_generators else None
+        if generators is not None:
+            check_generator_states(generators, engine.device)
         extras = decode(manifest.state["extras"]) if "extras" in resumed else {}
     except (CheckpointError, ConfigError) as error:
         reason = str(error).removesuffix(".")

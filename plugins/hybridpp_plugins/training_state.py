@@ -22,6 +22,7 @@ from hybridpp_plugins.optimizer_part import OptimizerPart, merged_optimizer
 from hybridpp_plugins.optimizer_state import RunProgress
 from hybridpp_plugins.rank_shares import RankShares, find_buffer_owners, held_weights, is_extra_state, state_of
 from hybridpp_plugins.replica_loader import DataPosition, ReplicaDataLoader
+from hybridpp_plugins.stored_values import check_extra_state, check_schedule
 
 
 class RunParts(NamedTuple):
@@ -158,6 +159,10 @@ class TrainingState:
         if takes_schedule and (self._scheduler is None) != (stored["lr_scheduler"] is None):
             one, other = ("has", "was saved without") if self._scheduler is not None else ("lacks", "was saved with")
             raise CheckpointError(f"the run {one} an LR scheduler, and the checkpoint {other} one. Pass it to boost")
+        schedule = None
+        if takes_schedule and self._scheduler is not None:
+            schedule = decode(stored["lr_scheduler"])
+            check_schedule(self._scheduler, schedule)
         takes_data = "dataloader" in self._resumed
         position = None if stored["data"] is None or not takes_data else DataPosition(*stored["data"])
         if not takes_data:
@@ -187,7 +192,21 @@ class TrainingState:
             if saved is not None:
                 state, more = self._optimizer.plan(saved, manifest.tensors, all_names)
                 holdings += more
-        return PlannedState(plan_reads(manifest.tensors, holdings), state, position)
+        extra_state = self._checked_extra_state(stored) if "model" in self._resumed else {}
+        return PlannedState(plan_reads(manifest.tensors, holdings), state, position, schedule, extra_state)
+
+    def _checked_extra_state(self, stored: Mapping[str, Any]) -> dict[str, Any]:
+        """The values for ``set_extra_state``, by name."""
+        found = {}
+        for name in filter(is_extra_state, state_of(self._engine)):
+            if name in stored["extra_state"]:
+                found[name] = decode(stored["extra_state"][name])
+                check_extra_state(self._module_of(name), name, decode(stored["extra_state"][name]))
+        return found
+
+    def _module_of(self, name: str) -> Any:
+        """The module whose extra state has a name."""
+        return self._engine.model.get_submodule(name.rpartition(".")[0])
 
     def _plan_model(self, manifest: Manifest, stored: Mapping[str, Any]) -> tuple[list[Holding], set[str]]:
         """What is read into the model, and the names of extra state that the checkpoint lacks."""
@@ -260,16 +279,15 @@ class TrainingState:
         """
         engine, resumed = self._engine, self._resumed
         if "model" in resumed:
-            for name in set(filter(is_extra_state, state_of(engine))) & set(stored["extra_state"]):
-                module = engine.model.get_submodule(name.rpartition(".")[0])
-                module.set_extra_state(decode(stored["extra_state"][name]))
+            for name, value in planned.extra_state.items():
+                self._module_of(name).set_extra_state(value)
         if "generators" in resumed:
             vars(engine.progress).update(vars(RunProgress(**stored["progress"])))
         self._load_optimizer(planned, stored)
         if "model" in resumed:
             engine.original.uninitialized.fill({*engine.staged.owners, *engine.original.buffer_names})
-        if self._scheduler is not None and stored["lr_scheduler"] is not None and "lr_scheduler" in resumed:
-            self._scheduler.load_state_dict(decode(stored["lr_scheduler"]))
+        if self._scheduler is not None and planned.schedule is not None:
+            self._scheduler.load_state_dict(planned.schedule)
         if self._loader is None or planned.position is None:
             return 0
         return self._loader.go_on(planned.position)
@@ -294,11 +312,15 @@ class PlannedState(NamedTuple):
         reads: into the model, and into the tensors of ``state``.
         state: of the optimizer, by name.
         position: in the data; None: the checkpoint has none.
+        schedule: the state of the LR schedule; None: it begins anew.
+        extra_state: for ``set_extra_state`` of modules, by name.
     """
 
     reads: list[PlannedRead]
     state: dict[str, dict[str, Any]]
     position: DataPosition | None
+    schedule: dict[str, Any] | None
+    extra_state: dict[str, Any]
 
 
 def merged_states(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -260,7 +260,7 @@ def test_what_a_folder_holds_decides_nothing_outside_of_it(tmp_path, plant):
         (folder / name).write_text("{}")
     plant(folder)
     if plant is index_through_a_link:
-        with pytest.raises(CheckpointError, match="'sub/model.safetensors' is in 'sub', which is a link to another fo"):
+        with pytest.raises(CheckpointError, match=r"'sub/model\.safetensors' is in 'sub', which is a link to"):
             open_folder(model, folder, strict=True)
     else:
         open_folder(model, folder, strict=True)
