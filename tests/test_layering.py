@@ -18,6 +18,7 @@ ROWS = {
     "hybridpp.config": 0,
     "hybridpp.saving": 0,
     "hybridpp.sizes": 0,
+    "hybridpp.strict_json": 0,
     "hybridpp.text_table": 0,
     "hybridpp.schedule": 1,
     "hybridpp.timeline": 1,
@@ -56,7 +57,8 @@ ROWS = {
 # Modules that are one thing: they may import each other (in one direction: see the test on cycles).
 TOGETHER = [
     {
-        *("hybridpp.errors", "hybridpp.config", "hybridpp.saving", "hybridpp.sizes", "hybridpp.text_table"),
+        *("hybridpp.errors", "hybridpp.config", "hybridpp.saving", "hybridpp.sizes", "hybridpp.strict_json"),
+        "hybridpp.text_table",
         "hybridpp.code_owner",
     },
     {
@@ -72,7 +74,8 @@ TOGETHER = [
     {"hybridpp.cli", "hybridpp.__main__"},
 ]
 WITHOUT_TORCH = {
-    *("hybridpp.errors", "hybridpp.config", "hybridpp.sizes", "hybridpp.text_table", "hybridpp.code_owner"),
+    *("hybridpp.errors", "hybridpp.config", "hybridpp.sizes", "hybridpp.strict_json", "hybridpp.text_table"),
+    "hybridpp.code_owner",
     *("hybridpp.schedule", "hybridpp.timeline", "hybridpp.simulate", "hybridpp.report"),
 }
 NEEDS_TORCH = {name for name in ROWS if name not in WITHOUT_TORCH} | {"torch", "transformers", "accelerate"}

@@ -28,6 +28,7 @@ TESTED_THROUGH = {
     "hybridpp/checkpoint/ranged_file.py": "tests/checkpoint/test_remote_path.py",
     "hybridpp/checkpoint/reshard.py": "tests/cli/test_checkpoint_formats.py",
     "hybridpp/checkpoint/run_contents.py": "tests/cli/test_checkpoint_formats.py",
+    "hybridpp/checkpoint/schema.py": "tests/checkpoint/test_manifest.py",
     "hybridpp/checkpoint/single_file.py": "tests/checkpoint/test_folder.py",
     "hybridpp/checkpoint/staging_folder.py": "tests/checkpoint/test_folder.py",
     "hybridpp/cli/command.py": "tests/cli/test_app.py",

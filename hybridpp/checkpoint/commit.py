@@ -8,7 +8,6 @@ import os
 import re
 import secrets
 from collections.abc import Collection
-from pathlib import Path
 
 from hybridpp.checkpoint.manifest import DATA_FILE, MANIFEST, Manifest
 from hybridpp.checkpoint.reader import read_manifest
@@ -51,8 +50,21 @@ def is_committed(folder: AnyPath, save_id: str) -> bool:
         return False
 
 
+def refuse_link(folder: AnyPath) -> None:
+    """Refuse to write to the folder of a step that is a link: where it leads is not the run's folder.
+
+    Raises:
+        CheckpointError: it is one.
+    """
+    if folder.is_symlink():
+        raise CheckpointError(
+            f"{folder} is a link, through which a save does not write. Remove the link, or pass another path or step."
+        )
+
+
 def begin(path: AnyPath, step: int, save_id: str) -> None:
-    """Make the folder of a step, and the token of a save; see :func:`begin_in`."""
+    """Make the folder of a step, and the token of a save; see :func:`refuse_link` and :func:`begin_in`."""
+    refuse_link(step_folder(path, step))
     begin_in(step_folder(path, step), save_id)
 
 
@@ -141,6 +153,8 @@ def open_step(path: AnyPath, step: int) -> Manifest:
 def remove_old(path: AnyPath, current: Manifest, keep_last: int | None) -> list[str]:
     """Remove older checkpoints and what killed saves left; returns what could not be removed, and why.
 
+    A step that was moved elsewhere, and is a link here, loses the link only.
+
     Call it after ``current`` was committed, so that whatever happens here, a checkpoint that is intact stays.
 
     Args:
@@ -156,7 +170,7 @@ def remove_old(path: AnyPath, current: Manifest, keep_last: int | None) -> list[
         try:
             if step == current.step:
                 clean(step_folder(path, step), {*current.files})
-            elif step in dropped or step not in committed:
+            elif step in dropped or (step not in committed and not step_folder(path, step).is_symlink()):
                 _drop(step_folder(path, step))
         except OSError as error:
             problems.append(f"{step_folder(path, step)}: {error.strerror}")
@@ -165,14 +179,15 @@ def remove_old(path: AnyPath, current: Manifest, keep_last: int | None) -> list[
 
 def _drop(folder: AnyPath) -> None:
     """Remove a checkpoint, its manifest first, so that it does not count while it is incomplete."""
+    if folder.is_symlink():
+        folder.unlink()
+        sync_path(folder.parent)
+        return
     (folder / MANIFEST).unlink(missing_ok=True)
     sync_path(folder)
     clean(folder, set())
     if not any(folder.iterdir()):
-        if isinstance(folder, Path) and folder.is_symlink():
-            folder.unlink()  # to where the user moved it
-        else:
-            folder.rmdir()
+        folder.rmdir()
         sync_path(folder.parent)
 
 

@@ -1,6 +1,8 @@
-"""Folders of ``torch.distributed.checkpoint``, read in one process by its public interface."""
+"""Folders of ``torch.distributed.checkpoint``, read in one process, without running code of theirs."""
 
 import io
+import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,15 +11,70 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from hybridpp.checkpoint.export_run import one_process
 from hybridpp.checkpoint.safetensors_file import StoredSpec
+from hybridpp.checkpoint.schema import read_limited
 from hybridpp.errors import CheckpointError
 
 METADATA = ".metadata"
+_MOST_METADATA_BYTES = 2**29
+# What DCP calls the files that hold values.
+_DATA_FILE = re.compile(r"[\w.-]*\.(distcp|safetensors)", re.ASCII)
+# What a metadata file is made of: classes that hold values, by module.
+_ALLOWED = {
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
+        *("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size", "device"),
+    "collections": ("OrderedDict",),
+    "builtins": ("set", "frozenset"),
+    "pathlib": ("Path", "PosixPath", "PurePosixPath", "PurePath"),
+}
+
+
+class _SafeUnpickler(pickle.Unpickler):
+    """Reads a metadata file; whatever else a pickle names is refused, and so not called."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class that is named, of those that metadata consist of."""
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout)
+        if name not in _ALLOWED.get(module, ()) and not is_dtype:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of such a file")
+        return super().find_class(module, name)
+
+
+class _SafeReader(FileSystemReader):
+    """A reader of a folder that may come from anyone."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self._folder = path
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What the folder holds.
+
+        Raises:
+            ValueError: it is of something else, or names files that are not directly in the folder.
+        """
+        data = read_limited(self._folder / METADATA, _MOST_METADATA_BYTES)
+        found = _SafeUnpickler(io.BytesIO(data)).load()
+        if not isinstance(found, Metadata) or not isinstance(found.storage_data, Mapping):
+            raise ValueError("its .metadata is none of this format")
+        for stored in found.storage_data.values():
+            name = getattr(stored, "relative_path", None)
+            if not isinstance(name, str) or _DATA_FILE.fullmatch(name) is None:
+                raise ValueError(f"its .metadata names a file {name!r:.80}, which is none of such a folder")
+        if found.storage_meta is None:
+            found.storage_meta = StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
 
 
 class _SafePlanner(DefaultLoadPlanner):
@@ -28,7 +85,7 @@ class _SafePlanner(DefaultLoadPlanner):
 
 
 class DcpFolder:
-    """A folder that ``torch.distributed.checkpoint.save`` wrote. Its ``.metadata`` is a pickle, which may run code.
+    """A folder that ``torch.distributed.checkpoint.save`` wrote. Of its pickles, no code is run.
 
     Args:
         path: of the folder.
@@ -43,16 +100,19 @@ class DcpFolder:
 
     def __init__(self, path: Path):
         self._path = path
+        self._names: dict[tuple[Any, ...], str] = {}
+        self.specs: dict[tuple[Any, ...], StoredSpec] = {}
+        self.others: list[tuple[Any, ...]] = []
         try:
-            metadata: Metadata = FileSystemReader(path).read_metadata()
+            metadata = _SafeReader(path).read_metadata()
+            self._fill(metadata)
         except Exception as error:  # whatever a damaged pickle raises
             raise CheckpointError(
                 f"{path} cannot be read as a folder of torch.distributed.checkpoint: {type(error).__name__}: {error}."
             ) from error
+
+    def _fill(self, metadata: Metadata) -> None:
         planned = metadata.planner_data
-        self._names: dict[tuple[Any, ...], str] = {}
-        self.specs: dict[tuple[Any, ...], StoredSpec] = {}
-        self.others: list[tuple[Any, ...]] = []
         for name, stored in metadata.state_dict_metadata.items():
             keys = tuple(planned[name]) if isinstance(planned, Mapping) and name in planned else (name,)
             self._names[keys] = name
@@ -85,7 +145,7 @@ class DcpFolder:
             with one_process():
                 load(
                     state,
-                    storage_reader=FileSystemReader(self._path),
+                    storage_reader=_SafeReader(self._path),
                     planner=_SafePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                     no_dist=True,
                 )

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from hybridpp.checkpoint.folder import SaveTarget
-from hybridpp.checkpoint.new_output import new_output
+from hybridpp.checkpoint.new_output import library_errors, new_output
 from hybridpp.checkpoint.run_contents import StoredRunModel
 
 
@@ -51,8 +51,9 @@ def export_torch(run: StoredRunModel, out: Path) -> None:
     Raises:
         CheckpointError: ``out`` exists, or cannot be written.
     """
-    with new_output(out) as temporary:
-        torch.save(_state(run), temporary)
+    state = _state(run)
+    with new_output(out) as temporary, library_errors(out):
+        torch.save(state, temporary)
 
 
 def export_dcp(run: StoredRunModel, out: Path) -> None:
@@ -61,8 +62,9 @@ def export_dcp(run: StoredRunModel, out: Path) -> None:
     Raises:
         CheckpointError: ``out`` exists, or cannot be written.
     """
-    with new_output(out) as temporary, one_process():
-        save(_state(run), storage_writer=FileSystemWriter(temporary, overwrite=False), no_dist=True)
+    state = _state(run)
+    with new_output(out) as temporary, one_process(), library_errors(out):
+        save(state, storage_writer=FileSystemWriter(temporary, overwrite=False), no_dist=True)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from hybridpp.checkpoint.folder_kind import has_weights, other_kind
 from hybridpp.checkpoint.hub_format import format_of
 from hybridpp.checkpoint.hub_tensors import hub_groups, plain_groups
 from hybridpp.checkpoint.index import CONFIG
+from hybridpp.checkpoint.new_output import why_not_written
 from hybridpp.checkpoint.older_config import add_older_names
 from hybridpp.checkpoint.read import CheckpointContents, open_plain
 from hybridpp.checkpoint.remote_path import dangling_link
@@ -172,7 +173,7 @@ class SaveTarget:
         except (CheckpointError, PeerError):
             raise
         except Exception as error:  # transformers, safetensors and torch.save have no error in common
-            why = dangling_link(self._path) or f"{type(error).__name__}: {error}"
+            why = dangling_link(self._path) or why_not_written(error, self._path)
             raise CheckpointError(
                 f"{self._path} cannot be written: {why}. Free disk space, check permissions, or pass another path. A "
                 "load finds either the old weights or the new ones, complete."

@@ -1,5 +1,6 @@
 """Write a model of another format as a checkpoint that a run can be resumed from."""
 
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -70,6 +71,7 @@ def import_run(
         files={},
         tensors={},
         state={"models": [model], "extras": {}, "generators": None, "replicas_of_ranks": [0]},
+        saved_at=int(time.time()),
     )
     return write_checkpoint(manifest, [parts], out, FILE_BYTES, on_written)
 

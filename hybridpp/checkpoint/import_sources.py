@@ -18,7 +18,7 @@ from hybridpp.checkpoint.model_origin import described_origin, model_shell
 from hybridpp.checkpoint.read import CheckpointContents, InFile, StoredTensor
 from hybridpp.checkpoint.safetensors_file import StoredSpec
 from hybridpp.checkpoint.single_file import tied_names
-from hybridpp.errors import CheckpointError
+from hybridpp.errors import CheckpointError, HybridppError
 
 _MODEL_KEYS = ("model", "model_state_dict", "state_dict")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
@@ -67,6 +67,18 @@ def open_source(path: Path) -> ImportSource:
     Raises:
         CheckpointError: it is none of these, is broken, or would run code.
     """
+    try:
+        return _opened(path)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, HybridppError):
+            raise
+        raise CheckpointError(
+            f"{path} is not in a form that is imported: {type(error).__name__}: {error}. Pass a folder of transformers "
+            "or of torch.distributed.checkpoint, a file of safetensors, or a state_dict() that torch.save wrote."
+        ) from error
+
+
+def _opened(path: Path) -> ImportSource:
     if not path.exists():
         raise CheckpointError(f"there is no folder or file {path}. Pass what is to be imported.")
     if path.is_dir() and not any(path.iterdir()):
@@ -110,7 +122,12 @@ def _read(contents: CheckpointContents, name: str) -> Tensor:
 
 def _dtype(stored: StoredTensor) -> torch.dtype:
     if isinstance(stored, InFile):
-        found: torch.dtype = _BY_STORED_NAME[stored.handle.get_slice(stored.key).get_dtype()]
+        name = stored.handle.get_slice(stored.key).get_dtype()
+        if name not in _BY_STORED_NAME:
+            raise CheckpointError(
+                f"{stored.key} has dtype {name}, which checkpoints of runs cannot hold. Convert it to another dtype."
+            )
+        found: torch.dtype = _BY_STORED_NAME[name]
         return found
     return stored.full().dtype
 

@@ -59,8 +59,8 @@ def model_shell(class_name: str | None, config: Mapping[str, Any] | None, folder
 
     if folder is not None:
         try:
-            made = transformers.AutoConfig.from_pretrained(folder)
-        except (OSError, ValueError) as error:
+            made = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        except Exception as error:  # of a file that is none, of entries of other types, …
             raise ConfigError(
                 f"{folder} holds no configuration of a model: {error}. Pass a folder with its config.json."
             ) from error
@@ -69,14 +69,14 @@ def model_shell(class_name: str | None, config: Mapping[str, Any] | None, folder
         rest = {key: value for key, value in config.items() if key != "model_type"}
         try:
             made = transformers.AutoConfig.for_model(config["model_type"], **rest)
-        except (KeyError, ValueError, TypeError) as error:
+        except Exception as error:  # of entries of other types
             raise CheckpointError(
                 f"the configuration of the {class_name} in the checkpoint is not one that transformers "
                 f"{transformers.__version__} knows: {error}. Pass --config FOLDER, with its config.json."
             ) from error
     class_name = class_name or (made.architectures or ["a model without a class"])[0]
     kind: type[PreTrainedModel] | None = getattr(transformers, class_name, None)
-    if kind is None:
+    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
         raise CheckpointError(
             f"{class_name} is no class of transformers, so it cannot be converted without its script. Use "
             "booster.save_model or load_model there, or a file of torch.save."
@@ -86,5 +86,11 @@ def model_shell(class_name: str | None, config: Mapping[str, Any] | None, folder
             f"{folder} has the configuration of a {made.model_type}, and the checkpoint is of a {class_name}. Pass the "
             "folder of that model."
         )
-    with torch.device("meta"):
-        return kind(made)
+    try:
+        with torch.device("meta"):
+            return kind(made)
+    except Exception as error:  # of sizes that no model has
+        raise CheckpointError(
+            f"no {class_name} can be made of its configuration: {type(error).__name__}: {error}. Pass --config FOLDER, "
+            "with its config.json."
+        ) from error

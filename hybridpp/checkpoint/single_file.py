@@ -1,6 +1,7 @@
 """A complete model in one file: a state dict with the model's own names, in torch's format."""
 
 import os
+import re
 import secrets
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,9 +24,10 @@ def stage_file(path: Path) -> Path:
     """Create an empty file next to ``path``, and remove files that killed saves to ``path`` left there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{path.name}.hybridpp-save-"
+    leftovers = re.compile(re.escape(prefix) + "[0-9a-f]{8}", re.ASCII)
     for leftover in path.parent.iterdir():
-        if leftover.name.startswith(prefix):
-            leftover.unlink()
+        if leftovers.fullmatch(leftover.name) and (leftover.is_symlink() or not leftover.is_dir()):
+            leftover.unlink(missing_ok=True)
     staged = path.parent / f"{prefix}{secrets.token_hex(4)}"
     staged.touch(exist_ok=False)
     return staged

@@ -24,7 +24,12 @@ from hybridpp.text_table import TextTable
 def run_list(arguments: ListArguments) -> None:
     """Print a line for each checkpoint of the folder."""
     path = as_path(arguments.path)
-    show(_listed(path, _found(path)))
+    show(
+        _listed(path, _found(path)),
+        "",
+        "complete: the manifest is intact, and files have the sizes that it names. hybridpp checkpoint verify reads "
+        "them, too.",
+    )
 
 
 def run_verify(arguments: VerifyArguments) -> None:
@@ -68,16 +73,23 @@ def _listed(path: AnyPath, found: list[int]) -> TextTable:
         if not (folder / MANIFEST).is_file():
             rows.append([str(step), "", "", "", "", "incomplete: its save was killed, or is running"])
             continue
-        when = (folder / MANIFEST).stat().st_mtime
-        saved = datetime.fromtimestamp(when).isoformat(" ", "seconds") if when else ""
         try:
             manifest = open_step(path, step)
         except CheckpointError as error:
-            rows.append([str(step), saved, "", "", "", f"damaged: {error}"])
+            rows.append([str(step), "", "", "", "", f"damaged: {error}"])
             continue
         files = str(len(manifest.files))
-        rows.append([str(step), saved, format_bytes(manifest.nbytes), files, _layout(manifest), "complete"])
+        size, saved = format_bytes(manifest.nbytes), _saved(manifest, folder)
+        rows.append([str(step), saved, size, files, _layout(manifest), "complete"])
     return TextTable(["step", "saved", "size", "files", "layout", "state"], rows, left=(1, 4, 5))
+
+
+def _saved(manifest: Manifest, folder: AnyPath) -> str:
+    """When a checkpoint was saved; of one that does not say so, when its manifest was written here."""
+    if manifest.saved_at is not None:
+        return datetime.fromtimestamp(manifest.saved_at).isoformat(" ", "seconds")
+    when = (folder / MANIFEST).stat().st_mtime
+    return f"{datetime.fromtimestamp(when).isoformat(' ', 'seconds')}?" if when else ""
 
 
 def _layout(manifest: Manifest) -> str:

@@ -1,6 +1,6 @@
 """``hybridpp report``: a page of recorded steps."""
 
-import json
+import secrets
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from hybridpp.cli.output import show, working
 from hybridpp.errors import ConfigError
 from hybridpp.report import find_recording, load_recording
 from hybridpp.report.page import ReportSummary, render_page
+from hybridpp.strict_json import parse_strictly
 from hybridpp.text_table import TextTable
 from hybridpp.timeline import save_trace
 
@@ -33,15 +34,25 @@ def run(arguments: ReportArguments) -> None:
 
 
 def _save(page: str, path: str) -> None:
-    Path(path).write_text(page, encoding="utf-8")
+    """Write the page; a link that lies there is replaced, as the folder of a recording may come from anyone."""
+    file = Path(path)
+    unfinished = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+    try:
+        with unfinished.open("x", encoding="utf-8") as opened:
+            opened.write(page)
+        unfinished.replace(file)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _estimate(path: str) -> Any:
     try:
-        return json.loads(read(path))
-    except json.JSONDecodeError as error:
+        return parse_strictly(read(path))
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(
-            f"{path} is no estimate: it is not JSON ({error}). Write the output of `hybridpp estimate --json` to it."
+            f"{path} is no estimate: {error}. Write the output of `hybridpp estimate --json` to it."
         ) from error
 
 

@@ -9,9 +9,11 @@ from typing import Any
 
 from hybridpp.errors import ConfigError
 from hybridpp.report.records import ROWS, RankRecord, StageRecord
+from hybridpp.strict_json import parse_strictly
 from hybridpp.timeline import Span, Timeline
 
 FORMAT = "hybridpp-recording"
+_MOST_BYTES = 2**30
 VERSION = 1
 FILE_NAME = "recording.json"
 
@@ -85,7 +87,9 @@ class Recording:
         file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_name(f".{file.name}.{os.getpid()}")
         try:
-            unfinished.write_text(self.to_json(), encoding="utf-8")
+            unfinished.unlink(missing_ok=True)  # of a killed process, or a link, through which nothing is written
+            with unfinished.open("x", encoding="utf-8") as opened:
+                opened.write(self.to_json())
             unfinished.replace(file)
         finally:
             unfinished.unlink(missing_ok=True)
@@ -159,6 +163,8 @@ def load_recording(path: str | Path) -> Recording:
         ConfigError: there is no recording, it is of a newer version, or damaged.
     """
     file = find_recording(path)
+    if (size := file.stat().st_size) > _MOST_BYTES:
+        raise ConfigError(f"{str(file)!r} has {size} bytes, and at most {_MOST_BYTES} are read. Record fewer steps.")
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -168,9 +174,9 @@ def load_recording(path: str | Path) -> Recording:
 
 def _parsed(text: str, name: str) -> dict[str, Any]:
     try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{name} is no recording: it is not JSON ({error}). Give a {FILE_NAME}.") from error
+        content = parse_strictly(text)
+    except ValueError as error:
+        raise ConfigError(f"{name} is no recording: {error}. Give a {FILE_NAME}.") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         is_timeline = isinstance(content, dict) and "spans" in content
         raise ConfigError(

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hybridpp.checkpoint import CheckpointContents
+from hybridpp.checkpoint.new_output import why_not_written
 from hybridpp.checkpoint.read import open_plain
 from hybridpp.checkpoint.remote_path import sync
 from hybridpp.checkpoint.staging_folder import stage
@@ -155,6 +156,6 @@ def _errors_explained(path: Path) -> Iterator[None]:
         raise
     except Exception as error:  # of peft, safetensors or the file system
         raise CheckpointError(
-            f"{path} cannot be written: {type(error).__name__}: {error}. Free disk space, check permissions, or pass "
+            f"{path} cannot be written: {why_not_written(error, path)}. Free disk space, check permissions, or pass "
             "another path."
         ) from error

@@ -12,11 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from hybridpp.checkpoint.commit import part_file
+from hybridpp.checkpoint.manifest import MOST_BYTES
 from hybridpp.checkpoint.pace import Pace, processors
 from hybridpp.checkpoint.remote_path import AnyPath, RemotePath
+from hybridpp.checkpoint.schema import read_json
 from hybridpp.checkpoint.writer import WrittenFiles, remove
 from hybridpp.cluster import Awaited
 from hybridpp.errors import CheckpointError
@@ -200,7 +202,7 @@ class BackgroundSave:
                     raise _CancelledSave
                 continue
             self._missing = None
-            parts.append(json.loads(path.read_text()))
+            parts.append(_said(path))
             if "failure" in parts[-1]:
                 raise CheckpointError(f"rank {len(parts) - 1} failed: {parts[-1]['failure']}")
             deadline, seen = time.monotonic() + _TIMEOUT_S, 0
@@ -210,6 +212,19 @@ class BackgroundSave:
         """Bytes that a rank has written so far."""
         prefix = f"rank-{rank:05d}.{self._save_id}."
         return sum(file.stat().st_size for file in self._folder.iterdir() if file.name.startswith(prefix))
+
+
+def _said(path: AnyPath) -> Mapping[str, Any]:
+    """What a rank says of its part.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        found = read_json(path, MOST_BYTES)
+    except ValueError as error:
+        raise CheckpointError(f"{path}, which a rank wrote, cannot be read: {error}") from error
+    return cast("Mapping[str, Any]", found)
 
 
 def yield_to_training() -> None:

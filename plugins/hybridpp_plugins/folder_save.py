@@ -1,5 +1,6 @@
 """Save to a folder that counts from one moment, at once or in the background: of whatever, from all ranks."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -75,7 +76,7 @@ class FolderSave:
         self._attempt(self._make_folder)
         rows = gather_objects(self._control, self._call, [self._save_id, self._layout.world.local_rank])
         self._save_id, self._ranks_of_host = rows[0][0], 1 + max(local for _, local in rows)
-        self._attempt(self._check_shared)
+        self._check_shared()
 
     def write(self) -> None:
         """Write this rank's tensors to new files, and let the checkpoint count."""
@@ -142,10 +143,33 @@ class FolderSave:
             self._save_id = save_id
 
     def _check_shared(self) -> None:
-        if not token_file(self._folder, self._save_id).exists():
+        """Check that all ranks see the token that rank 0 made. Collective: all ranks."""
+        seen: list[bool] = []
+        self._attempt(lambda: seen.append(self._has_token()))
+        # The save of another job removes what looks incomplete to it, for rank 0 as well.
+        self._attempt(lambda: None if self._control.rank else self._check_alone())
+        self._attempt(lambda: self._require_shared(seen[0]))
+
+    def _require_shared(self, sees_token: bool) -> None:
+        if not sees_token:
             raise CheckpointError(
                 f"{self._folder} is not the folder that rank 0 made: all ranks must write to one file system. Pass a "
                 "path on a shared one."
+            )
+
+    def _has_token(self) -> bool:
+        return token_file(self._folder, self._save_id).exists()
+
+    def _check_alone(self) -> None:
+        """Refuse to go on where the save of another job has removed this one's files.
+
+        Raises:
+            CheckpointError: it has.
+        """
+        if not self._has_token():
+            raise CheckpointError(
+                f"another save to {self._folder.parent} ran at the same time, and removed what this one had written: "
+                f"{self._folder}. Let only one job save to a folder; earlier checkpoints are as they were."
             )
 
     def _write_tensors(self) -> None:
@@ -172,6 +196,7 @@ class FolderSave:
             files={name: FileEntry(*entry) for row in rows for name, entry in row["files"].items()},
             tensors=merged(item for row in rows for item in row["tensors"].items()),
             state=self._contents.state(rows),
+            saved_at=int(time.time()),
         )
         check(manifest)
         return manifest
@@ -187,12 +212,7 @@ class FolderSave:
         try:
             run()
         except OSError as error:
-            why = dangling_link(self._folder) or error.strerror or error
-            failure = CheckpointError(
-                f"{self._folder} cannot be written: {why}. Free space, or pass another path; earlier checkpoints are "
-                "as they were, and so is the run."
-            )
-            failure.__cause__ = error
+            failure = self._explained(error)
         except Exception as error:
             failure = error
         try:
@@ -200,6 +220,23 @@ class FolderSave:
         except Exception:
             self._discard()
             raise
+
+    def _explained(self, error: OSError) -> CheckpointError:
+        """An error of the file system, with advice."""
+        text = ""
+        if isinstance(error, FileNotFoundError) and self._save_id:
+            try:
+                self._check_alone()
+            except CheckpointError as other:
+                text = str(other)
+        why = dangling_link(self._folder) or error.strerror or error
+        failure = CheckpointError(
+            text
+            or f"{self._folder} cannot be written: {why}. Free space, or pass another path; earlier checkpoints are "
+            "as they were, and so is the run."
+        )
+        failure.__cause__ = error
+        return failure
 
     def _discard(self) -> None:
         if self._save_id and is_committed(self._folder, self._save_id):

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridpp.checkpoint.commit import committed_steps, remove_old, step_folder
+from hybridpp.checkpoint.commit import committed_steps, refuse_link, remove_old, step_folder
 from hybridpp.checkpoint.digest import new_digest
 from hybridpp.checkpoint.manifest import Manifest
 from hybridpp.checkpoint.plain_values import encode
@@ -89,6 +89,7 @@ class RunContents:
     def _refuse_other_models(self) -> None:
         """Refuse to replace what another booster saved, as where each of two models has one."""
         folder = step_folder(self._path, self.step)
+        refuse_link(folder)
         try:
             models = read_manifest(folder).state.get("models", [])
         except CheckpointError:

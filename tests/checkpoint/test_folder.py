@@ -129,7 +129,7 @@ def test_a_killed_save_keeps_the_old_file_and_leaves_no_temporary_files(tmp_path
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    text = r"x.pt cannot be written: OSError: .*No space left on device. Free disk space, check permissions"
+    text = r"x.pt cannot be written: No space left on device. Free disk space, check permissions"
     with pytest.raises(CheckpointError, match=text):
         SaveTarget(path, model).write({}, None, "1GB")
     monkeypatch.setattr(os, "replace", replace)
@@ -195,11 +195,11 @@ def test_a_broken_pickle_in_a_folder_is_named(tmp_path, broken):
 
 def test_a_folder_that_cannot_be_made_is_an_error_with_a_way_out(tmp_path):
     (tmp_path / "file").write_text("here")
-    with pytest.raises(CheckpointError, match=r"file/folder cannot be written: NotADirectoryError: .* Free disk space"):
+    with pytest.raises(CheckpointError, match=r"file/folder cannot be written: Not a directory. Free disk space"):
         SaveTarget(tmp_path / "file" / "folder", vit())
     with pytest.raises(CheckpointError, match=r"file is a file. Pass another path, or one that ends with .safetensors"):
         SaveTarget(tmp_path / "file", vit())
-    with pytest.raises(CheckpointError, match=r"x.pt cannot be written: FileExistsError"):
+    with pytest.raises(CheckpointError, match=r"x.pt cannot be written: File exists"):
         SaveTarget(tmp_path / "file" / "x.pt", vit())
 
 

@@ -1,7 +1,9 @@
 """The command tells what a folder of checkpoints holds, and finds what is damaged."""
 
+import os
 import re
 import warnings
+from datetime import datetime
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from hybridpp import Booster, HybridParallelPlugin
-from hybridpp.checkpoint.commit import begin, step_folder
+from hybridpp.checkpoint.commit import begin, open_step, step_folder
+from hybridpp.checkpoint.manifest import MANIFEST
 from hybridpp.cli import main
 
 
@@ -39,7 +42,9 @@ def output(capsys, *arguments):
 def test_list_names_complete_and_incomplete_checkpoints(path, capsys):
     code, text = output(capsys, "list", path)
     assert code == 0
-    titles, _, *rows = [[cell.strip() for cell in re.split(r" \| |-\+-", line)] for line in text.strip().splitlines()]
+    table, note = text.strip().split("\n\n")
+    assert note.startswith("complete: the manifest is intact, and files have the sizes that it names.")
+    titles, _, *rows = [[cell.strip() for cell in re.split(r" \| |-\+-", line)] for line in table.splitlines()]
     assert titles == ["step", "saved", "size", "files", "layout", "state"]
     assert [(row[0], row[-1]) for row in rows] == [
         ("7", "incomplete: its save was killed, or is running"),
@@ -48,8 +53,16 @@ def test_list_names_complete_and_incomplete_checkpoints(path, capsys):
     ]
     assert rows[1][3:5] == ["1", "tp=1 x pp=1 x dp=1"]
     (file,) = step_folder(path, 2).glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+    assert f"damaged: {file.name} has {file.stat().st_size} bytes, and was" in output(capsys, "list", path)[1]
     file.unlink()
     assert f"damaged: {file.name} is missing" in output(capsys, "list", path)[1]
+
+
+def test_list_tells_when_a_checkpoint_was_saved_and_not_when_it_was_copied(path, capsys):
+    saved = datetime.fromtimestamp(open_step(path, 2).saved_at).isoformat(" ", "seconds")
+    os.utime(step_folder(path, 2) / MANIFEST, (10**9, 10**9))
+    assert f"   2 | {saved} | " in output(capsys, "list", path)[1]
 
 
 def test_verify_finds_a_flipped_bit_and_names_the_file(path, capsys):

@@ -46,7 +46,7 @@ def test_wrong_input_is_told_in_two_lines(refused, tmp_path):
     assert "--output is an HTML file: got 'page.pdf'" in refused("run", "--output", "page.pdf")
     assert "missing.json cannot be read" in refused("run", "--estimate", "missing.json")
     (tmp_path / "broken.json").write_text("{")
-    assert "broken.json is no estimate: it is not JSON" in refused("run", "--estimate", "broken.json")
+    assert "broken.json is no estimate: it is no JSON" in refused("run", "--estimate", "broken.json")
     assert "nowhere/page.html cannot be written" in refused("run", "--output", "nowhere/page.html")
 
 

@@ -201,7 +201,7 @@ def test_a_relative_path_is_that_of_the_call(tmp_path, monkeypatch):
 
 
 def test_folders_may_be_links(tmp_path, caplog):
-    """To the run, and to a step that was moved to another disk: retention removes the link, too."""
+    """To the run, and to a step that was moved to another disk: of that, retention removes the link alone."""
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     job = Job()
@@ -212,8 +212,16 @@ def test_folders_may_be_links(tmp_path, caplog):
     assert job.booster.resume(tmp_path / "link").step == 1
     job.booster.save(tmp_path / "link", step=2, keep_last=1)
     assert steps(tmp_path / "real") == [2]
-    assert not [*(tmp_path / "moved").iterdir(), *caplog.records]
+    assert not caplog.records
     assert not os.path.lexists(step_folder(tmp_path / "real", 1))
+    step_folder(tmp_path / "real", 1).symlink_to(tmp_path / "moved")
+    before = {file: file.read_bytes() for file in (tmp_path / "moved").iterdir()}
+    with pytest.raises(CheckpointError, match=r"step-00000001 is a link, through which a save does not write\. Rem"):
+        job.booster.save(tmp_path / "link", step=1)
+    assert before == {file: file.read_bytes() for file in (tmp_path / "moved").iterdir()}
+    (tmp_path / "moved" / "manifest.json").unlink()  # what is incomplete is not touched either
+    job.booster.save(tmp_path / "link", step=3, keep_last=1)
+    assert len(list((tmp_path / "moved").iterdir())) == len(before) - 1
 
 
 def test_extras_keep_their_types(tmp_path):

@@ -66,7 +66,7 @@ def without_a_rank(content):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "the text is no recording: it is not JSON"),
+        ("{", "the text is no recording: it is no JSON"),
         ("[1]", "the text is no recording: it is other JSON. Give a recording.json"),
         ('{"spans": []}', "it is a timeline alone. Give a recording.json"),
         (damaged(lambda content: content.update(version=2)), "of version 2, and this hybridpp reads versions up to 1."),
