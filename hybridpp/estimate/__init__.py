@@ -3,7 +3,7 @@
 from hybridpp.estimate.allocations import Allocation, AllocationLog
 from hybridpp.estimate.comparison import plugin_call, plugin_keywords, why_slower
 from hybridpp.estimate.devices import DEVICES, DeviceProfile, find_device, with_links
-from hybridpp.estimate.hollow import Hollow
+from hybridpp.nn.hollow import Hollow
 from hybridpp.estimate.layout_estimate import (
     EstimateInput,
     EstimatesLayouts,

@@ -1,7 +1,7 @@
 """Run a block, or one rank's shard of it, on random numbers, and keep its results and gradients."""
 
 import copy
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import product
@@ -390,12 +390,12 @@ def randomized_copy(
     for training, dtype in product((False, True), (torch.float64, torch.float32)):
         try:
             copied = random_weights(block, dtype).train(training)
-            other = None if training_call is None else _call_in(dtype, training_call)
+            other = None if training_call is None else call_in(dtype, training_call)
             in_run = None if formats is None or formats.are_of(copied) else formats
             reference = ReferenceBlock(
-                copied, _call_in(dtype, call), training_call=other, formats=in_run, collected=collected
+                copied, call_in(dtype, call), training_call=other, formats=in_run, collected=collected
             )
-            reference.add([_call_in(dtype, one) for one in others if one is not None])
+            reference.add([call_in(dtype, one) for one in others if one is not None])
             return reference
         except Exception as error:  # a block may raise anything
             if is_machine_failure(error):
@@ -408,8 +408,13 @@ def randomized_copy(
 def random_weights(block: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy of a block, which may be on the meta device, with random weights in a dtype."""
     generator = torch.Generator().manual_seed(0)
+    return filled_copy(block, lambda held: _numbers(held, generator, dtype), dtype)
+
+
+def filled_copy(block: nn.Module, weight: Callable[[nn.Parameter], nn.Parameter], dtype: torch.dtype) -> nn.Module:
+    """A copy of a block, which may be on the meta device, in a dtype, with other weights, made of its own."""
     # Copies made beforehand: weights are not read, so a block may be on the meta device.
-    copies: dict[int, Any] = {id(held): _numbers(held, generator, dtype) for held in walk.parameters(block)}
+    copies: dict[int, Any] = {id(held): weight(held) for held in walk.parameters(block)}
     # State that the block keeps between calls may be part of a graph, which cannot be copied.
     kept = [value for module in walk.modules(block) for value in vars(module).values() if isinstance(value, Tensor)]
     copies |= {id(value): value.detach().clone() for value in kept}
@@ -417,7 +422,9 @@ def random_weights(block: nn.Module, dtype: torch.dtype) -> nn.Module:
     return copy.deepcopy(block, copies).to(dtype)
 
 
-def _call_in(dtype: torch.dtype, arguments: SampleCall) -> BlockCall:
+def call_in(dtype: torch.dtype, arguments: SampleCall) -> BlockCall:
+    """A call with floating-point tensors in a dtype, of which the first needs a gradient."""
+
     def cast(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf

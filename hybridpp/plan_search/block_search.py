@@ -1,9 +1,9 @@
 """Search for a way to shard one block."""
 
 import re
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from itertools import islice
 from operator import or_
 from typing import NamedTuple
@@ -15,9 +15,11 @@ from hybridpp.plan_search.block_run import ResultKey, SampleCall, copy_block, ra
 from hybridpp.plan_search.candidates import CandidateGenerator
 from hybridpp.plan_search.dataflow import layer_dataflow
 from hybridpp.plan_search.layer_groups import LayerGroup, common_module, groups_of
+from hybridpp.plan_search.narrowed_block import narrowed_block
 from hybridpp.plan_search.run_formats import BlockFormats
 from hybridpp.plan_search.size_attributes import LIKELY, indivisible
 from hybridpp.plan_search.stacked_experts import expert_modules, expert_specs
+from hybridpp.plan_search.trial_errors import failure_reason
 from hybridpp.plan_search.verify import Rejected, common_error, verify
 from hybridpp.sharding_plan.plan import ShardKind
 from hybridpp.sharding_plan.sharding_spec import ShardingSpec
@@ -58,6 +60,7 @@ class PlanSearch:
             first.
         formats: in which the block will run; None: not known.
         collected: results of modules inside that hooks collect: they must be complete, as those of the block.
+        whole: the block that is meant, if ``block`` is a narrow copy of it: reasons name its sizes.
     """
 
     def __init__(
@@ -68,11 +71,13 @@ class PlanSearch:
         own_plan: Mapping[str, ShardKind] | None = None,
         formats: BlockFormats | None = None,
         collected: Collection[ResultKey] = (),
+        whole: nn.Module | None = None,
     ):
+        self._whole = block if whole is None else whole
         self._own_plan = own_plan or {}
         self._tp_size = tp_size
         self._collected = collected
-        self._layers = linear_shapes(block)
+        self._layers, self._whole_layers = linear_shapes(block), linear_shapes(self._whole)
         self._reference = randomized_copy(block, calls, formats, collected)
         self._block, self._call = self._reference.block, self._reference.call
         tensors = [x.detach().requires_grad_(x.requires_grad) for x in self._call.tensors]
@@ -228,7 +233,7 @@ class PlanSearch:
         return own == group.layers, reads == set(group.columns), size
 
     def _indivisible(self, group: LayerGroup) -> str | None:
-        return indivisible(self._block, self._layers, group, self._tp_size)
+        return indivisible(self._whole, self._whole_layers, group, self._tp_size)
 
     def _reason(self, group: LayerGroup, name: str) -> str:
         return (
@@ -255,6 +260,33 @@ class PlanSearch:
         if error is not None:
             self._errors.setdefault(layers, error)
         return None
+
+
+def search_block_plan(
+    block: nn.Module,
+    calls: Sequence[SampleCall | None],
+    tp_size: int,
+    own_plan: Mapping[str, ShardKind] | None = None,
+    formats: BlockFormats | None = None,
+    collected: Collection[ResultKey] = (),
+) -> BlockPlan:
+    """The result of :class:`PlanSearch`, whose arguments these are; of a large block, by trials on a narrow copy."""
+    narrow = narrowed_block(block, calls, tp_size)
+    if narrow is not None:
+        start = partial(PlanSearch, narrow.block, narrow.calls, tp_size, own_plan, formats, collected, block)
+        plan = _plan_of(start)
+        spec = narrow.widened(plan.spec)
+        if spec is not None:
+            return BlockPlan(spec, plan.reasons)
+    return _plan_of(partial(PlanSearch, block, calls, tp_size, own_plan, formats, collected))
+
+
+def _plan_of(start: Callable[[], PlanSearch]) -> BlockPlan:
+    try:
+        search = start()
+    except Exception as error:  # random numbers may make the block raise anything
+        return BlockPlan(reasons={"": f"cannot run alone ({failure_reason(error)})"})
+    return search.run()
 
 
 def _pattern(name: str) -> str:

@@ -1,7 +1,6 @@
 """Search for a way to shard the blocks of a model, verified by trials."""
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,10 +9,9 @@ from hybridpp.nn import walk
 from hybridpp.nn.names import qualified
 from hybridpp.nn.torch_private import parameters_of, pytree
 from hybridpp.plan_search.block_run import ResultKey, SampleCall
-from hybridpp.plan_search.block_search import BlockPlan, PlanSearch
+from hybridpp.plan_search.block_search import BlockPlan, search_block_plan
 from hybridpp.plan_search.hf_tp_plan import differences, hf_tp_plan
 from hybridpp.plan_search.run_formats import RunFormats
-from hybridpp.plan_search.trial_errors import failure_reason
 from hybridpp.sharding_plan.plan import Plan
 from hybridpp.sharding_plan.sharding_spec import ShardingSpec
 from hybridpp.sharding_plan.style_spec import styles_of_spec
@@ -60,7 +58,7 @@ def infer_plan(
         inside = frozenset(collected.get(name, ())) if collected else frozenset()
         kind = (*(call and kind_of(block, *call) for call in calls), tuple(sorted(own.items())), in_run, inside)
         if kind not in known:
-            known[kind] = _plan_of(partial(PlanSearch, block, calls, tp_size, own, in_run, inside))
+            known[kind] = search_block_plan(block, calls, tp_size, own, in_run, inside)
         plans[name] = known[kind]
     for name, parameter in shared_in_two_ways(model, plans).items():
         del plans[name]
@@ -122,14 +120,6 @@ def calls_of(
 ) -> list[SampleCall | None]:
     """The call of a block in evaluation, and those with other arguments."""
     return [calls[name], *((more_calls or {}).get(name, ()))]
-
-
-def _plan_of(start: Callable[[], PlanSearch]) -> BlockPlan:
-    try:
-        search = start()
-    except Exception as error:  # random numbers may make the block raise anything
-        return BlockPlan(reasons={"": f"cannot run alone ({failure_reason(error)})"})
-    return search.run()
 
 
 def kind_of(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
