@@ -4,14 +4,22 @@
     PYTHONPATH=.:plugins:tests python benchmarks/failures/hosts.py cut    # the cable is pulled in the middle of a step
     PYTHONPATH=.:plugins:tests python benchmarks/failures/hosts.py down   # a host goes down, and is started again
     PYTHONPATH=.:plugins:tests python benchmarks/failures/hosts.py slow   # 1, 10 and 100 Mbit/s
+    PYTHONPATH=.:plugins:tests python benchmarks/failures/hosts.py places # the cable is pulled at places of a job
+    PYTHONPATH=.:plugins:tests python benchmarks/failures/hosts.py back   # it is out for some seconds, and comes back
+    PYTHONPATH=.:plugins:tests python benchmarks/failures/hosts.py noise  # foreign bytes on all ports of a job
 
 Each host has its own address, name, processes and ``/etc/hosts`` (see ``tests/two_hosts.py``); the files are shared, as
 those of a cluster are. Runs are ``tests/scripts/recovering.py``, as in ``recovery.py``.
 """
 
 import argparse
+import contextlib
 import os
+import random
+import re
+import socket
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -22,9 +30,10 @@ from pathlib import Path
 
 import psutil
 import torch
+from processes import RankFailed, run_script
 from recovery import SCRIPT, Job, clean
 from torch import nn
-from two_hosts import Host, two_hosts
+from two_hosts import Host, on_hosts, two_hosts
 
 from hybridpp import Booster, DistCoordinator, HybridParallelPlugin, launch_from_torch
 from hybridpp.cluster import current_world
@@ -214,6 +223,119 @@ def slow(rates: Sequence[float]) -> None:
             print(f"{rate} Mbit/s: {printed[0][0].strip()}{errors}", flush=True)
 
 
+PLACES = ("launch", "connect", "group", "trace", "1F2", "loader", "save", "resume")
+HANGING = SCRIPT.with_name("hanging.py")
+
+
+def places(names: Sequence[str]) -> None:
+    """A rank's cable is pulled at a place of the job, without a watchdog and with one."""
+    for name in names:
+        for limits in (("watched=0", "timeout=15"), ("limit=5", "setup=6", "save=6", "timeout=60")):
+            os.environ["FOLDER"] = tempfile.mkdtemp(prefix="hosts-")
+            with two_hosts() as hosts:
+                try:
+                    job = run_script(
+                        *(2, HANGING, "cut", "1", name, *limits), timeout_s=90, until_all_end=True, **on_hosts(hosts)
+                    )
+                except RankFailed as error:
+                    print(f"{name}, {limits[0]}: HANGS\n{error}", flush=True)
+                    continue
+                seconds = time.time() - float(re.findall(r"HANGS ([\d.]+)", job.stdout)[0])
+                told = [line for line in job.stderr.splitlines() if re.search("Error|suspect", line)]
+                print(f"{name}, {limits[0]}: exit {job.returncode} after {seconds:.0f} s", flush=True)
+                print("".join(f"    {line[:300]}\n" for line in told), flush=True)
+
+
+def back(pauses: Sequence[float]) -> None:
+    """The cable is out for some seconds in the middle of steps; the job must go on, and come to the same result."""
+    arguments = ["--steps", 60, "--save-every", 5, "--pause", 0.02]
+    expected = clean(*arguments)
+    for seconds in pauses:
+        with two_hosts() as hosts:
+            job = HostJob(hosts, *arguments, "--timeout", 120, "--watchdog", 60)
+            job.wait_for_step(12)
+            hosts[1].set_link(up=False)
+            time.sleep(seconds)
+            before, start = max(job.losses()), time.monotonic()
+            hosts[1].set_link(up=True)
+            job.wait_for_step(before + 3)
+            after = time.monotonic() - start
+            launchers = job.wait_for_ends(time.monotonic())
+            same = "0 bits differ" if job.result() == expected else "DIFFERS"
+            print(f"out for {seconds:g} s: goes on {after:.0f} s after; {told(launchers)}, {same}", flush=True)
+            if any(code for code, _ in launchers.values()):
+                show(job, hosts)
+
+
+# Of torch's store: a query, and the number with which a client begins.
+_VALIDATE, _MAGIC = 0, 0x3C85F7CE
+_HELLO = struct.pack("<BI", _VALIDATE, _MAGIC)
+FOREIGN = {
+    "nothing": b"",
+    "http": b"GET / HTTP/1.1\r\nHost: example\r\n\r\n",
+    "tls": bytes.fromhex("1603010200010001fc0303") + bytes(32),
+    "zeros": bytes(8),
+    "zeros, many": bytes(4096),
+    "ones": b"\xff" * 64,
+    "store, unknown query": _HELLO + b"\xfe" * 32,
+    **{f"store, query {query} of 2**62 bytes": _HELLO + struct.pack("<BQ", query, 1 << 62) for query in range(1, 14)},
+    "store, a key of 2**62 bytes in a list of 2**40": _HELLO + struct.pack("<BQQ", 4, 1 << 40, 1 << 62),
+    "pickle": b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x0etouch PICKLED_x\x85R.",
+}
+
+
+def send_noise(seconds: float, num_open: int) -> None:
+    """On a host: whatever listens, on this host and the other one, gets foreign bytes; connections stay open.
+
+    Prints how many connections were made, by port.
+    """
+    dice, until = random.Random(5), time.monotonic() + seconds
+    counts: dict[int, int] = {}
+    silent: list[socket.socket] = []
+    while time.monotonic() < until:
+        ports = {
+            int(line.split()[1].partition(":")[2], 16)
+            for table in ("tcp", "tcp6")
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+            if line.split()[3] == "0A"
+        }
+        for port in sorted(ports):
+            for host in ("127.0.0.1", "10.77.0.1", "10.77.0.2"):
+                for name, data in (*FOREIGN.items(), ("random", dice.randbytes(dice.randrange(1, 65536)))):
+                    with contextlib.suppress(OSError):
+                        connection = socket.create_connection((host, port), 0.5)
+                        connection.settimeout(0.5)
+                        counts[port] = counts.get(port, 0) + 1
+                        if name != "nothing":
+                            connection.sendall(data)
+                        if len(silent) < num_open and dice.random() < 0.5:
+                            silent.append(connection)
+                            continue
+                        if dice.random() < 0.3:  # a reset
+                            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                        connection.close()
+        time.sleep(0.1)
+    print(f"{sum(counts.values())} connections to {len(counts)} ports, {len(silent)} left open", flush=True)
+
+
+def noise() -> None:
+    """Foreign bytes reach all ports of a job of two hosts, from its start to its end."""
+    arguments = ["--steps", 60, "--save-every", 5, "--pause", 0.1]
+    expected = clean(*arguments)
+    for ranks in (2, 1):
+        with two_hosts() as hosts:
+            senders = [host.start(sys.executable, __file__, "send_noise", "--seconds", "40") for host in hosts]
+            job = HostJob(hosts, *arguments, "--timeout", 60, "--watchdog", 20, ranks=ranks)
+            start = time.monotonic()
+            launchers = job.wait_for_ends(start)
+            same = ("0 bits differ" if job.result() == expected else "DIFFERS") if ranks == 2 else ""
+            sent = [sender.communicate()[0].strip() for sender in senders]
+            print(f"{ranks} ranks per host: {told(launchers)} {same}; {'; '.join(sent)}", flush=True)
+            print(f"  files that a pickle made: {list(Path().glob('PICKLED*'))}", flush=True)
+            if any(code for code, _ in launchers.values()):
+                show(job, hosts)
+
+
 ROWS, WIDTH, NUM_MICROBATCHES = 64, 128, 4
 
 
@@ -251,7 +373,11 @@ def slow_rank() -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("equal", "cut", "down", "slow", "rank"))
+    parser.add_argument(
+        "what", choices=("equal", "cut", "down", "slow", "rank", "places", "back", "noise", "send_noise")
+    )
+    parser.add_argument("--places", nargs="+", default=PLACES, choices=PLACES)
+    parser.add_argument("--seconds", type=float, nargs="+", default=[3, 15], help="of back, without the cable")
     parser.add_argument(
         "--mbit", type=float, nargs="+", default=[0, 100, 10, 1], help="of slow, per second; 0: no limit"
     )
@@ -262,5 +388,9 @@ if __name__ == "__main__":
         "down": lambda: cut(True),
         "slow": lambda: slow(options.mbit),
         "rank": slow_rank,
+        "places": lambda: places(options.places),
+        "back": lambda: back(options.seconds),
+        "noise": noise,
+        "send_noise": lambda: send_noise(options.seconds[0], num_open=400),
     }
     calls[options.what]()

@@ -142,11 +142,19 @@ class ExitReports:
         return None
 
 
-def timeout_error(peer: str, timeout_s: float, location: str = "") -> PeerTimeoutError:
-    """The error of a rank whose wait has timed out; ``location``: where it is, in words."""
+def timeout_error(peer: str, timeout_s: float, location: str = "", *, by_network: bool = False) -> PeerTimeoutError:
+    """The error of a rank whose wait has timed out.
+
+    Args:
+        peer: for whom it waited.
+        timeout_s: how long.
+        location: where it is, in words.
+        by_network: whether messages go over a network, which may be cut.
+    """
+    why = "It hangs, runs other code, or is cut off" if by_network else "It hangs, or runs other code"
     here = f", while this rank was in {location}" if location else ""
     return PeerTimeoutError(
-        f"{peer} sent nothing for {timeout_s:.0f} s{here}. It hangs, or runs other code: what communicates must "
+        f"{peer} sent nothing for {timeout_s:.0f} s{here}. {why}: what communicates must "
         "be called on all ranks. Where one rank may work alone for so long, raise timeout_s of launch_from_torch or "
         "launch."
     )

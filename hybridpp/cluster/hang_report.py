@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from hybridpp.cluster.progress import Awaited, DeviceWork, Section
+from hybridpp.cluster.progress import CONNECTION, Awaited, DeviceWork, Section
 from hybridpp.cluster.rank_process import RankProcess
 from hybridpp.cluster.rendezvous import list_ranks
 
@@ -90,6 +90,11 @@ class WatchedState:
         return self.device is not None and self.device.action != ""
 
     @property
+    def connects(self) -> bool:
+        """Whether it connects to other ranks, and waits for all of them."""
+        return self.awaited is not None and self.awaited.what == CONNECTION
+
+    @property
     def waits(self) -> bool:
         """Whether it may wait for other ranks, itself or on its device."""
         return self.awaited is not None or self.has_device_work
@@ -149,6 +154,8 @@ def _awaited_by(
 ) -> Sequence[int] | None:
     """The ranks that a rank waits for and that have not come; None: it waits for none."""
     awaited = state.awaited
+    if state.connects and awaited is not None:
+        return [rank for rank in awaited.ranks if rank in silent or states[rank].has_left or not states[rank].connects]
     if awaited is not None and awaited.number is None:
         return awaited.ranks
     if awaited is not None and awaited.number is not None:

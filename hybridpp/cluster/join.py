@@ -16,7 +16,7 @@ from hybridpp.cluster.launcher_notes import LauncherNotes
 from hybridpp.cluster.rendezvous import Entry, StoreAddress, wait_for_ranks
 from hybridpp.cluster.seeds import set_seed
 from hybridpp.cluster.stop_request import STOP_SIGNALS, StopRequest
-from hybridpp.cluster.torch_world import job_world
+from hybridpp.cluster.torch_world import connected, job_world
 from hybridpp.cluster.watchdog_limits import WatchdogLimits
 from hybridpp.errors import ConfigError, LaunchError
 from hybridpp.nn.torch_private import Store
@@ -123,7 +123,10 @@ def _connect(
     interface = options.take_interface(interface) if interface else ""
     timeout = timedelta(seconds=timeout_s)
     try:
-        dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        connected(
+            lambda: dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=timeout),
+            timeout,
+        )
     except RuntimeError as error:
         options.drop_interface()
         raise LaunchError(

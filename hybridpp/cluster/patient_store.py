@@ -1,4 +1,7 @@
-"""Ask a store without waiting for ever: where its host is cut off, torch waits for the answer without a limit."""
+"""Ask a store without waiting for ever: where its host is cut off, torch waits for the answer without a limit.
+
+That also holds for what torch does over a store: it makes groups so.
+"""
 
 import queue
 import threading
@@ -11,11 +14,16 @@ T = TypeVar("T")
 PATIENCE_S = 10.0
 
 
+class SilentStoreError(RuntimeError):
+    """A store has not answered in time."""
+
+
 def ask(call: Callable[[], T], patience_s: float | None = None) -> T:
     """What ``call`` returns, which asks a store; after ``patience_s`` (None: 10 s) without an answer, an error.
 
     Raises:
-        RuntimeError: it does; or there was no answer in time, and the thread that waits for one is left behind.
+        Exception: it does.
+        SilentStoreError: there was no answer in time; the thread that waits for one is left behind.
     """
     patience_s = PATIENCE_S if patience_s is None else patience_s
     answers: queue.SimpleQueue[T | Exception] = queue.SimpleQueue()
@@ -33,7 +41,7 @@ def ask(call: Callable[[], T], patience_s: float | None = None) -> T:
     try:
         result = answers.get(timeout=patience_s)
     except queue.Empty:
-        raise RuntimeError(f"the job's store has not answered for {patience_s:g} s") from None
+        raise SilentStoreError(f"the job's store has not answered for {patience_s:g} s") from None
     if isinstance(result, Exception):
         raise result
     return result

@@ -8,11 +8,15 @@ Section: TypeAlias = Literal["script", "setup", "data", "step", "save"]
 """``setup`` makes plugins, boosts, traces, compiles; ``data`` reads a batch; ``script`` is all code of the user's."""
 
 
+CONNECTION = "a connection"
+"""What ranks wait for that connect: each for all others."""
+
+
 class Awaited(NamedTuple):
     """What a rank waits for.
 
     Attributes:
-        what: ``"a message"``, ``"a collective"``, or another noun.
+        what: ``"a message"``, ``"a collective"``, :data:`CONNECTION`, or another noun.
         ranks: of the world, of which at least one has not come to it.
         group: name of the group.
         number: of the collective among those of the group; None: a message.

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hybridpp.cluster.patient_store import PATIENCE_S, SilentStoreError, ask
 from hybridpp.errors import ConfigError, HybridppError, LaunchError
 from hybridpp.nn.torch_private import PrefixStore, Store, TCPStore
 
@@ -94,10 +95,20 @@ def wait_for_ranks(
     """
     timer = WaitTimer(rank, timeout_s if rank == 0 else timeout_s + _GRACE_S)
     join = _coordinate if rank == 0 else _register
+
+    def meet() -> tuple[Store, str, Any]:
+        store = address.open(rank, min(FIRST_NOTICE_S, max(_POLL_S, timer.left_s)))
+        return store, *join(PrefixStore("hybridpp", store), rank, world_size, entry, timer)
+
     while True:
         try:
-            store = address.open(rank, min(FIRST_NOTICE_S, max(_POLL_S, timer.left_s)))
-            name, decision = join(PrefixStore("hybridpp", store), rank, world_size, entry, timer)
+            store, name, decision = ask(meet, max(0.0, timer.left_s) + PATIENCE_S)
+        except SilentStoreError as error:
+            raise LaunchError(
+                f"rank {rank} reached the store of the job at {address.host}:{address.port}, which has not answered "
+                f"since, for {timeout_s:g} s. The host of rank 0 may be down or cut off, or the process that hosts the "
+                "store (rank 0, or torchrun's agent there) is stopped."
+            ) from error
         except dist.DistNetworkError as error:
             # The store of an earlier job of these processes may have been reached, and have ended since: once more.
             if (rank == 0 and not address.is_external) or timer.left_s <= 0:

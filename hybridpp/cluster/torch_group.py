@@ -150,7 +150,7 @@ class TorchGroup:
         who = f"one of the ranks {', '.join(map(str, self.ranks))}" if peer is None else f"rank {self.ranks[peer]}"
         who += f" (group {self.name})"
         if "imed out" in str(error) or "timeout caused" in str(error):
-            return timeout_error(who, self._timeout_s, self.progress.location())
+            return timeout_error(who, self._timeout_s, self.progress.location(), by_network=True)
         reasons = [text for text in map(self._exit_reason, others) if text]
         why = " ".join(reasons) or "Its own error says why."
         return PeerError(f"{who} is gone: {str(error).splitlines()[0]}. {why}")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from datetime import timedelta
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -19,16 +20,18 @@ from hybridpp.cluster.failure_hook import FailureHook
 from hybridpp.cluster.gather_numbers import gather_numbers
 from hybridpp.cluster.hang_report import group_key
 from hybridpp.cluster.missing_ranks import reporting_missing
-from hybridpp.cluster.progress import Progress
+from hybridpp.cluster.patient_store import PATIENCE_S, SilentStoreError, ask
+from hybridpp.cluster.progress import CONNECTION, Awaited, Progress
 from hybridpp.cluster.stop_request import StopRequest
 from hybridpp.cluster.torch_group import TorchGroup
 from hybridpp.cluster.watchdog import Watchdog, WatchedRank
 from hybridpp.cluster.watchdog_board import WatchdogBoard
 from hybridpp.cluster.watchdog_limits import WatchdogLimits
 from hybridpp.cluster.world import Group
-from hybridpp.errors import LaunchError
+from hybridpp.errors import LaunchError, PeerTimeoutError
 from hybridpp.nn.torch_private import HashStore, Store, default_store, nccl_options, timeout_of
 
+T = TypeVar("T")
 _Key = tuple[str, tuple[tuple[int, ...], ...]]
 # Thread blocks that move a message: by NVLink's rates, four move 33 MB (4096 tokens of width 4096) in half a ms.
 _MESSAGE_CTAS = 4
@@ -158,7 +161,7 @@ class TorchWorld:
             self._single()
             group = self.process_group
             if group is None or dist.get_backend() != "gloo":
-                group = dist.new_group(backend="gloo", timeout=self._timeout, group_desc="hybridpp control")
+                group = self._new_group(None, backend="gloo", group_desc="hybridpp control")
             self._control = self._group(group, "all ranks")
         return self._control
 
@@ -212,21 +215,33 @@ class TorchWorld:
     def _single(self) -> TorchGroup:
         """The group of this rank alone; one such group serves all, because it sends nothing."""
         if self._alone is None:
-            ranks = [self.rank]
-            self._alone = self._group(
-                dist.new_group(
-                    ranks, timeout=self._timeout, group_desc="hybridpp one rank", use_local_synchronization=True
-                ),
-                "this rank alone",
-            )
+            own = self._new_group([self.rank], group_desc="hybridpp one rank", use_local_synchronization=True)
+            self._alone = self._group(own, "this rank alone")
         return self._alone
+
+    def _new_group(self, ranks: list[int] | None, **options: Any) -> dist.ProcessGroup:
+        """A new group of ``torch.distributed``; None: of all ranks. Collective: all ranks, or that one alone."""
+        others = tuple(rank for rank in range(self.size) if rank != self.rank and ranks != [self.rank])
+        self.progress.begin_wait(lambda: Awaited(CONNECTION, others, ""))
+        try:
+            group: dist.ProcessGroup = connected(
+                lambda: dist.new_group(ranks, timeout=self._timeout, **options), self._timeout
+            )
+            return group
+        except (SilentStoreError, dist.DistStoreError) as error:
+            raise PeerTimeoutError(
+                f"ranks did not connect within {self._timeout.total_seconds():.0f} s: {str(error).splitlines()[0]}. A "
+                "host may be down or cut off, or a rank, or the process that hosts the job's store (rank 0, or "
+                "torchrun's agent on its host), is stopped or has ended."
+            ) from error
+        finally:
+            self.progress.end_wait()
 
     def _make(self, lists: Sequence[Sequence[int]], name: str, point_to_point: bool) -> TorchGroup | None:
         own = None
         for ranks in lists:
-            process_group = dist.new_group(
+            process_group = self._new_group(
                 list(ranks),
-                timeout=self._timeout,
                 pg_options=_nccl_options(self._timeout) if point_to_point and _uses_nccl() else None,
                 group_desc=f"hybridpp {name}",
             )
@@ -260,6 +275,24 @@ class TorchWorld:
         with self.meeting(what):
             rows = gather_numbers(self.control(), _CHANGING_GROUPS, row.tolist())
         return [torch.tensor(numbers, dtype=row.dtype) for numbers in rows]
+
+
+def connected(connect: Callable[[], T], timeout: timedelta) -> T:
+    """What a call of torch returns which connects ranks over the job's store.
+
+    Torch's own time limit does not count where the store's host is cut off meanwhile.
+
+    Raises:
+        SilentStoreError: it took longer than the time limit.
+    """
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+    def call() -> T:
+        if device is not None:  # each thread has its own
+            torch.cuda.set_device(device)
+        return connect()
+
+    return ask(call, timeout.total_seconds() + PATIENCE_S)
 
 
 def _uses_nccl() -> bool:

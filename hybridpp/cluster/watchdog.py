@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from hybridpp.cluster.child_processes import kill_children
 from hybridpp.cluster.exit_reports import ExitReason
 from hybridpp.cluster.hang_report import EXIT_CODE, SuspectFinding, Suspicion, WatchedState, find_suspect, report
-from hybridpp.cluster.progress import Progress
+from hybridpp.cluster.progress import Awaited, Progress
 from hybridpp.cluster.python_stacks import (
     StackDump,
     dump_of,
@@ -133,7 +133,8 @@ class Watchdog:
     def _observe(self) -> WatchedState:
         """What the rank is doing now."""
         progress, now = self._rank.progress, time.monotonic()
-        section, location, awaited = progress.section, _text_of(progress.location), progress.awaited
+        section, location = progress.section, _text_of(progress.location)
+        awaited: Callable[[], Awaited | None] | None = progress.awaited
         device = None if progress.device is None else progress.device.work()
         if section == "script" and progress.in_background is not None and has_ended(self._main):
             section, location, awaited = "save", _END_OF_SCRIPT, progress.in_background
@@ -182,6 +183,8 @@ class Watchdog:
         if suspicion.kind == "cycle":
             return all(states[rank].age_s > self._limits.step for rank in suspicion.path)
         state = states[suspicion.rank]
+        if suspicion.kind == "network" and state.connects and suspicion.rank not in silent:
+            return state.age_s > self._limits.of_section(state.section, is_awaited=True)
         if suspicion.rank in silent or state.has_left or suspicion.kind == "network":
             return True
         if state.has_device_work:

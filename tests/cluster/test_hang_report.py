@@ -3,7 +3,7 @@
 import pytest
 
 from hybridpp.cluster.hang_report import SuspectFinding, Suspicion, WatchedState, find_suspect, group_key, report
-from hybridpp.cluster.progress import Awaited, DeviceWork
+from hybridpp.cluster.progress import CONNECTION, Awaited, DeviceWork
 from hybridpp.cluster.rank_process import RankProcess
 
 PROCESS = RankProcess("node7", "", 4242, "1")
@@ -55,6 +55,27 @@ def test_a_collective_that_all_have_started_blames_the_network():
     suspicion = find_suspect(states, (), 0)
     assert suspicion == Suspicion((0,), "network")
     assert "the connection between their hosts" in report(states, (), suspicion, SuspectFinding(), "now")
+
+
+def connecting(rank, others):
+    return WatchedState(rank=rank, process=PROCESS, section="setup", awaited=Awaited(CONNECTION, tuple(others), ""))
+
+
+def test_of_ranks_that_connect_the_one_that_does_not_or_is_silent_is_the_suspect():
+    states = by_rank(connecting(0, [1, 2]), connecting(1, [0, 2]), connecting(2, [0, 1]))
+    assert find_suspect(states, (), 0) == Suspicion((0,), "network")
+    assert find_suspect(states, {1}, 0) == Suspicion((0, 1))
+    assert find_suspect(by_rank(connecting(0, [1, 2]), connecting(1, [0, 2]), state(2)), (), 1) == Suspicion((1, 2))
+
+
+def test_workers_of_a_dataloader_and_a_wait_in_the_kernel_are_told():
+    finding = SuspectFinding(
+        condition="is in a wait of the kernel", stack="  here", waiting_children=[8], worker_stacks={"9": "  there"}
+    )
+    text = report(by_rank(state(0)), (), Suspicion((0,)), finding, "now")
+    assert "Its process is in a wait of the kernel. It is in a step." in text
+    assert "wait in the kernel, as where a disk does not answer: 8." in text
+    assert "The Python stack of process 9, which loads data for it, innermost call last:\n  there" in text
 
 
 def test_a_device_that_needs_an_unfinished_action_waits_for_its_rank():

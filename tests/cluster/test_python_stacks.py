@@ -1,10 +1,13 @@
 """Stacks of this process and of a stopped or held one."""
 
+import multiprocessing
 import os
 import signal
 import threading
 
-from hybridpp.cluster.python_stacks import StackDump, dump_of, is_compiling, stacks, user_code
+from torch.utils.data import DataLoader, Dataset
+
+from hybridpp.cluster.python_stacks import StackDump, dump_of, is_compiling, stacks, user_code, worker_stacks
 from hybridpp.cluster.rank_process import RankProcess
 
 
@@ -24,6 +27,40 @@ def test_a_dump_is_read_from_outside():
         assert "test_a_dump_is_read_from_outside" in dump_of(RankProcess.own(), dump.descriptor)
     finally:
         dump.close()
+
+
+class _Blocked(Dataset):
+    def __init__(self):
+        self.may_go_on = multiprocessing.get_context("fork").Event()
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        if index:
+            self.may_go_on.wait()
+        return index
+
+
+def test_of_the_workers_of_a_dataloader_the_one_at_work_shows_its_stack():
+    dump = StackDump()
+    dataset = _Blocked()
+    batches = iter(DataLoader(dataset, num_workers=1, multiprocessing_context="fork"))
+    try:
+        assert next(batches) == 0
+        busy = batches._workers[0]
+        idle_one = iter(DataLoader([0], num_workers=1, multiprocessing_context="fork"))
+        assert next(idle_one) == 0
+        found = worker_stacks(RankProcess.own(), dump.descriptor)
+        assert str(busy.pid) in found
+        assert "in __getitem__" in found[str(busy.pid)]
+        assert "in wait" in found[str(busy.pid)].splitlines()[-1]
+        assert str(idle_one._workers[0].pid) not in found
+        assert {busy.pid, idle_one._workers[0].pid} <= {child.pid for child in RankProcess.own().children}
+    finally:
+        dump.close()
+        dataset.may_go_on.set()
+        del batches, idle_one
 
 
 def test_a_stopped_process_and_one_that_has_ended_are_told_apart():

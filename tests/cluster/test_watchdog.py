@@ -41,6 +41,14 @@ def test_a_hang_is_reported_once_with_its_place(size, what, rank, where, expecte
     assert job.returncode in (75, os.EX_OK + 9)
 
 
+def test_a_save_in_the_background_that_holds_up_the_end_of_a_script_is_reported(monkeypatch, tmp_path):
+    monkeypatch.setenv("FOLDER", str(tmp_path))
+    job = run_script(2, SCRIPT, "lock", "1", "background", "limit=5", "save=3", "wait=0")
+    assert re.findall(r"The first suspect is rank (\d)", job.stderr) == ["1"], job.stderr
+    assert "waits for the part of a save of rank 1" in job.stderr
+    assert "and of its thread hybridpp save" in job.stderr
+
+
 def test_a_trace_that_takes_longer_than_a_step_may_is_no_hang():
     job = run_script(2, SCRIPT, "sleep", "1", "trace", "limit=5", "pause=7")
     assert job.returncode == 0, job.stderr

@@ -79,7 +79,7 @@ def test_a_hang_in_a_criterion_ends_in_time_and_tells_who_was_waited_for(monkeyp
     assert text.startswith("rank 1 (group pp) sent nothing for 5 s, while this rank was in training step 1 of ViT"), (
         text
     )
-    assert ", backward of stage 0, micro-batch 0 (0B0). It hangs, or runs other code:" in text, text
+    assert ", backward of stage 0, micro-batch 0 (0B0). It hangs, " in text, text
     assert RAISE_IT in text
     assert "hybridpp: in action 0B0 (stage, kind, micro-batch)" in text, text
     assert took > TIMEOUT_S - 0.1

@@ -5,6 +5,7 @@ kernel that nothing interrupts), cut (the cable of its host), kill, or none. WHE
 
 - an action (``1F2``), ``loader``, ``script`` or ``trace``;
 - ``worker``: a process that loads data, of which there are two;
+- ``launch``, ``connect``, ``group``: where ranks meet, where they connect, and where a plugin makes groups of them;
 - ``constructor``: of the model, before it is boosted;
 - ``state_dict``, ``save``, ``background``, ``remote``: in a save after the third step, in the model's own code, where a
   rank writes, where its thread does, and in a file system of ``fsspec``;
@@ -27,13 +28,14 @@ from typing import Any
 
 import fsspec
 import torch
+import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 from hybridpp_plugins import folder_save
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from hybridpp import Booster, HybridParallelPlugin, launch_from_torch
-from hybridpp.cluster import current_world
+from hybridpp.cluster import current_world, rendezvous
 from hybridpp.pipeline import executor
 
 WHAT, RANK, WHERE = sys.argv[1], int(sys.argv[2]), sys.argv[3]
@@ -142,6 +144,14 @@ class Files(LocalFileSystem):
         super().put_file(*args, **options)
 
 
+def hanging(where: str, function, at: int | None = None):
+    def run(*args, **options):
+        may_hang(where, at)
+        return function(*args, **options)
+
+    return run
+
+
 def instrument() -> None:
     by_kind = executor._Handlers.by_kind
 
@@ -154,14 +164,6 @@ def instrument() -> None:
 
     executor._Handlers.by_kind = wrapped
     fsspec.register_implementation("hanging", Files)
-
-    def hanging(where: str, function):
-        def run(*args, **options):
-            may_hang(where)
-            return function(*args, **options)
-
-        return run
-
     folder_save.write_holdings = hanging("save", folder_save.write_holdings)
     folder_save.write_images = hanging("background", folder_save.write_images)
 
@@ -190,9 +192,13 @@ def main() -> None:
     limit = SETTINGS.pop("limit", 3.0)
     if "AGENT_PORT" in os.environ:  # of a store that outlives the ranks, as that of torchrun's agent
         os.environ["MASTER_PORT"] = os.environ["AGENT_PORT"]
+    # On another rank than 0.
+    rendezvous._await = hanging("launch", rendezvous._await, HANG_AT)
+    dist.init_process_group = hanging("connect", dist.init_process_group, HANG_AT)
     watchdog_s = {"step": limit, **SETTINGS} if IS_WATCHED else None
     launch_from_torch(backend="gloo", seed=7, timeout_s=TIMEOUT, watchdog_s=watchdog_s)
     instrument()
+    dist.new_group = hanging("group", dist.new_group, HANG_AT)
     plugin = HybridParallelPlugin(tp_size=TP, pp_size=PP, num_microbatches=4, max_norm=1.0)
     workers = {"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": True}
     make = DataLoader if IS_OWN else plugin.prepare_dataloader

@@ -1,13 +1,16 @@
 """Connect the ranks of a group by shared memory, if all of them can and may."""
 
 import errno
+import json
 import logging
 import os
 import platform
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from hybridpp.cluster.exit_reports import ExitReason, no_exit_reason
@@ -55,13 +58,11 @@ def connect(
             rendezvous = resources.enter_context(SocketRendezvous()) if wanted and _is_possible() else None
         except OSError as error:
             failure = _reason(error)
-        addresses: list[SocketAddress | None] = [None] * len(ranks)
-        dist.all_gather_object(addresses, None if rendezvous is None else rendezvous.address, process_group)
+        texts = _gathered(None if rendezvous is None else rendezvous.address.as_text(), process_group)
+        addresses = [None if text is None else SocketAddress.of(text) for text in texts]
         unable = [peer for peer, address in zip(ranks, addresses, strict=True) if address is None]
         if rendezvous is not None and (of_all_ranks := _on_one_host(addresses)):
-            seen: list[bool] = [False] * len(ranks)
-            dist.all_gather_object(seen, rendezvous.are_here(of_all_ranks), process_group)
-            if not all(seen):
+            if not all(_gathered(rendezvous.are_here(of_all_ranks), process_group)):
                 _LOGGER.debug("ranks %s use gloo: their hosts have one boot id, as copies of a virtual machine", ranks)
                 return None
             try:
@@ -69,8 +70,7 @@ def connect(
                 resources.callback(group.close)
             except (HybridppError, OSError) as error:
                 failure = _reason(error)
-            succeeded: list[bool] = [False] * len(ranks)
-            dist.all_gather_object(succeeded, group is not None, process_group)
+            succeeded = _gathered(group is not None, process_group)
             unable = [peer for peer, success in zip(ranks, succeeded, strict=True) if not success]
             if group is not None and all(succeeded):
                 resources.pop_all()
@@ -82,6 +82,21 @@ def connect(
         why = f"{unable} of them cannot, or may not" if unable else "they are on several hosts"
         _LOGGER.debug("ranks %s use gloo instead of shared memory: %s", ranks, why)
     return None
+
+
+def _gathered(value: str | bool | None, process_group: dist.ProcessGroup) -> list[Any]:
+    """Every member's value, in the group's order; as JSON, because ranks are known by nothing but their connection.
+
+    Collective: every rank of the group.
+    """
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    size = dist.get_world_size(process_group)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([data.numel()]), process_group)
+    longest = max(int(length) for length in lengths)
+    rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(size)]
+    dist.all_gather(rows, torch.nn.functional.pad(data, (0, longest - data.numel())), process_group)
+    return [json.loads(bytes(row[: int(length)].tolist())) for row, length in zip(rows, lengths, strict=True)]
 
 
 def _connect_all(

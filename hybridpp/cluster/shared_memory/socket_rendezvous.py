@@ -6,6 +6,7 @@ they arrive, so that a silent one does not block others, and there is a time lim
 
 import contextlib
 import errno
+import json
 import os
 import secrets
 import select
@@ -39,6 +40,16 @@ class SocketAddress(NamedTuple):
     host: tuple[str, int, int]
     name: bytes
     token: bytes
+
+    def as_text(self) -> str:
+        """As JSON."""
+        return json.dumps([self.host, self.name.hex(), self.token.hex()])
+
+    @classmethod
+    def of(cls, text: str) -> "SocketAddress":
+        """From JSON."""
+        (boot, network, user), name, token = json.loads(text)
+        return cls((boot, network, user), bytes.fromhex(name), bytes.fromhex(token))
 
 
 class SocketRendezvous:
