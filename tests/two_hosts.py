@@ -6,6 +6,7 @@ may make namespaces.
 """
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -83,9 +84,17 @@ class Host:
         """Plug the host's cable in, or out."""
         self.run(*_words(f"ip link set cable {'up' if up else 'down'}"))
 
-    def slow_down(self, mbit_s: float) -> None:
-        """Let the host send no faster than this; the kernel need not have more than ``tbf``."""
-        self.run(*_words("tc qdisc replace dev cable root tbf burst 16kb latency 10s rate"), f"{mbit_s}mbit")
+    def slow_down(self, mbit_s: float, queue_kb: int | None = None) -> None:
+        """Let the host send no faster than this; the kernel need not have more than ``tbf``.
+
+        What does not fit into a queue of ``queue_kb`` is lost; None: the queue holds 10 s.
+        """
+        queue = ("latency", "10s") if queue_kb is None else ("limit", f"{queue_kb}kb")
+        self.run(*_words("tc qdisc replace dev cable root tbf burst 16kb"), *queue, "rate", f"{mbit_s}mbit")
+
+    def num_lost(self) -> int:
+        """Packets that :meth:`slow_down` has lost."""
+        return sum(map(int, re.findall(r"dropped (\d+)", self.run(*_words("tc -s qdisc show dev cable")))))
 
     def set_names(self, names: Mapping[str, str]) -> None:
         """What the host takes for the addresses of names: its ``/etc/hosts``."""

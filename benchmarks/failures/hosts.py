@@ -6,6 +6,7 @@
     PYTHONPATH=.:plugins:tests python benchmarks/failures/hosts.py slow   # 1, 10 and 100 Mbit/s
     PYTHONPATH=.:plugins:tests python benchmarks/failures/hosts.py places # the cable is pulled at places of a job
     PYTHONPATH=.:plugins:tests python benchmarks/failures/hosts.py back   # it is out for some seconds, and comes back
+    PYTHONPATH=.:plugins:tests python benchmarks/failures/hosts.py weak   # it is slow, and loses packets; equal bits?
     PYTHONPATH=.:plugins:tests python benchmarks/failures/hosts.py noise  # foreign bytes on all ports of a job
 
 Each host has its own address, name, processes and ``/etc/hosts`` (see ``tests/two_hosts.py``); the files are shared, as
@@ -26,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -267,6 +269,29 @@ def back(pauses: Sequence[float]) -> None:
                 show(job, hosts)
 
 
+def weak() -> None:
+    """Replicas across a cable that is slow, or loses packets: no alarm of a watchdog, and the same result."""
+    arguments = ["--steps", 20, "--save-every", 5]
+    expected = clean(*arguments)
+    for mbit_s, queue_kb in ((0.0, None), (1.0, None), (0.2, None), (5.0, 4), (1.0, 4)):
+        with two_hosts() as hosts:
+            for host in hosts if mbit_s else ():
+                host.slow_down(mbit_s, queue_kb)
+            job = HostJob(hosts, *arguments, "--timeout", 120, "--watchdog", 10)
+            launchers = job.wait_for_ends(time.monotonic())
+            times = [line["time"] for line in job.lines() if "step" in line]
+            same = "0 bits differ" if job.result() == expected else "DIFFERS"
+            link = f"{mbit_s:g} Mbit/s" if mbit_s else "any rate"
+            lost = f", {sum(host.num_lost() for host in hosts)} packets lost" if mbit_s else ""
+            step = statistics.median(after - before for before, after in pairwise(times)) if len(times) > 1 else 0.0
+            print(
+                f"{link}, queue of {queue_kb or 'any'} KB: {told(launchers)}, {same}, step {step:.2f} s{lost}",
+                flush=True,
+            )
+            if any(code for code, _ in launchers.values()):
+                show(job, hosts)
+
+
 # Of torch's store: a query, and the number with which a client begins.
 _VALIDATE, _MAGIC = 0, 0x3C85F7CE
 _HELLO = struct.pack("<BI", _VALIDATE, _MAGIC)
@@ -374,7 +399,7 @@ def slow_rank() -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "what", choices=("equal", "cut", "down", "slow", "rank", "places", "back", "noise", "send_noise")
+        "what", choices=("equal", "cut", "down", "slow", "rank", "places", "back", "weak", "noise", "send_noise")
     )
     parser.add_argument("--places", nargs="+", default=PLACES, choices=PLACES)
     parser.add_argument("--seconds", type=float, nargs="+", default=[3, 15], help="of back, without the cable")
@@ -390,6 +415,7 @@ if __name__ == "__main__":
         "rank": slow_rank,
         "places": lambda: places(options.places),
         "back": lambda: back(options.seconds),
+        "weak": weak,
         "noise": noise,
         "send_noise": lambda: send_noise(options.seconds[0], num_open=400),
     }
