@@ -14,13 +14,9 @@ those of a cluster are. Runs are ``tests/scripts/recovering.py``, as in ``recove
 """
 
 import argparse
-import contextlib
 import os
-import random
 import re
-import socket
 import statistics
-import struct
 import subprocess
 import sys
 import tempfile
@@ -226,7 +222,7 @@ def slow(rates: Sequence[float]) -> None:
 
 
 PLACES = ("launch", "connect", "group", "trace", "1F2", "loader", "save", "resume")
-HANGING = SCRIPT.with_name("hanging.py")
+HANGING, FOREIGN_BYTES = SCRIPT.with_name("hanging.py"), SCRIPT.with_name("foreign_bytes.py")
 
 
 def places(names: Sequence[str]) -> None:
@@ -292,64 +288,13 @@ def weak() -> None:
                 show(job, hosts)
 
 
-# Of torch's store: a query, and the number with which a client begins.
-_VALIDATE, _MAGIC = 0, 0x3C85F7CE
-_HELLO = struct.pack("<BI", _VALIDATE, _MAGIC)
-FOREIGN = {
-    "nothing": b"",
-    "http": b"GET / HTTP/1.1\r\nHost: example\r\n\r\n",
-    "tls": bytes.fromhex("1603010200010001fc0303") + bytes(32),
-    "zeros": bytes(8),
-    "zeros, many": bytes(4096),
-    "ones": b"\xff" * 64,
-    "store, unknown query": _HELLO + b"\xfe" * 32,
-    **{f"store, query {query} of 2**62 bytes": _HELLO + struct.pack("<BQ", query, 1 << 62) for query in range(1, 14)},
-    "store, a key of 2**62 bytes in a list of 2**40": _HELLO + struct.pack("<BQQ", 4, 1 << 40, 1 << 62),
-    "pickle": b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x0etouch PICKLED_x\x85R.",
-}
-
-
-def send_noise(seconds: float, num_open: int) -> None:
-    """On a host: whatever listens, on this host and the other one, gets foreign bytes; connections stay open.
-
-    Prints how many connections were made, by port.
-    """
-    dice, until = random.Random(5), time.monotonic() + seconds
-    counts: dict[int, int] = {}
-    silent: list[socket.socket] = []
-    while time.monotonic() < until:
-        ports = {
-            int(line.split()[1].partition(":")[2], 16)
-            for table in ("tcp", "tcp6")
-            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
-            if line.split()[3] == "0A"
-        }
-        for port in sorted(ports):
-            for host in ("127.0.0.1", "10.77.0.1", "10.77.0.2"):
-                for name, data in (*FOREIGN.items(), ("random", dice.randbytes(dice.randrange(1, 65536)))):
-                    with contextlib.suppress(OSError):
-                        connection = socket.create_connection((host, port), 0.5)
-                        connection.settimeout(0.5)
-                        counts[port] = counts.get(port, 0) + 1
-                        if name != "nothing":
-                            connection.sendall(data)
-                        if len(silent) < num_open and dice.random() < 0.5:
-                            silent.append(connection)
-                            continue
-                        if dice.random() < 0.3:  # a reset
-                            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                        connection.close()
-        time.sleep(0.1)
-    print(f"{sum(counts.values())} connections to {len(counts)} ports, {len(silent)} left open", flush=True)
-
-
 def noise() -> None:
     """Foreign bytes reach all ports of a job of two hosts, from its start to its end."""
     arguments = ["--steps", 60, "--save-every", 5, "--pause", 0.1]
     expected = clean(*arguments)
     for ranks in (2, 1):
         with two_hosts() as hosts:
-            senders = [host.start(sys.executable, __file__, "send_noise", "--seconds", "40") for host in hosts]
+            senders = [host.start(sys.executable, FOREIGN_BYTES, 40) for host in hosts]
             job = HostJob(hosts, *arguments, "--timeout", 60, "--watchdog", 20, ranks=ranks)
             start = time.monotonic()
             launchers = job.wait_for_ends(start)
@@ -398,9 +343,7 @@ def slow_rank() -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "what", choices=("equal", "cut", "down", "slow", "rank", "places", "back", "weak", "noise", "send_noise")
-    )
+    parser.add_argument("what", choices=("equal", "cut", "down", "slow", "rank", "places", "back", "weak", "noise"))
     parser.add_argument("--places", nargs="+", default=PLACES, choices=PLACES)
     parser.add_argument("--seconds", type=float, nargs="+", default=[3, 15], help="of back, without the cable")
     parser.add_argument(
@@ -417,6 +360,5 @@ if __name__ == "__main__":
         "back": lambda: back(options.seconds),
         "weak": weak,
         "noise": noise,
-        "send_noise": lambda: send_noise(options.seconds[0], num_open=400),
     }
     calls[options.what]()

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 from processes import free_port
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 
 from hybridpp.cluster import rendezvous
 from hybridpp.cluster.rendezvous import Entry, StoreAddress, list_ranks, wait_for_ranks
@@ -175,3 +175,13 @@ def test_many_ranks_are_named_by_the_first_of_them():
     assert list_ranks([3]) == "rank 3"
     assert list_ranks([1, 2]) == "ranks 1, 2"
     assert list_ranks(list(range(20))) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"
+
+
+def test_a_store_that_is_cut_off_while_ranks_meet_ends_the_wait(monkeypatch):
+    monkeypatch.setattr(StoreAddress, "open", lambda *_: HashStore())
+    # In native code, a call waits for the answer.
+    monkeypatch.setattr(rendezvous, "_register", lambda *_: threading.Event().wait())
+    monkeypatch.setattr(rendezvous, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(rendezvous, "_GRACE_S", 0.0)
+    with pytest.raises(LaunchError, match=r"^rank 1 reached the store of the job at node0:1, which has not answered"):
+        wait_for_ranks(StoreAddress("node0", 1), 1, 2, Entry(settings=settings()), 0.05)

@@ -1,3 +1,4 @@
+import threading
 import time
 from datetime import timedelta
 from itertools import product
@@ -11,7 +12,8 @@ from processes import run_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hybridpp.cluster import DistCoordinator, Loopback, RankGrid, current_world
-from hybridpp.cluster.torch_world import TorchWorld
+from hybridpp.cluster.patient_store import SilentStoreError
+from hybridpp.cluster.torch_world import TorchWorld, connected
 from hybridpp.errors import PartitionError
 
 HALF = (torch.float16, torch.bfloat16)
@@ -205,3 +207,10 @@ def test_a_default_group_that_is_bound_to_a_device_sets_the_device():
     first, second = run_ranks(a_script_bound_its_group, 2)
     assert first == (False, False, ["default_pg", "hybridpp one rank"], "cpu", "cuda:3")
     assert second == (True, False, *first[2:]), "a group of some ranks is made by all of them"
+
+
+def test_ranks_that_connect_over_a_store_that_is_cut_off_wait_no_longer_than_they_may(monkeypatch):
+    monkeypatch.setattr("hybridpp.cluster.torch_world.PATIENCE_S", 0.05)
+    with pytest.raises(SilentStoreError, match=r"has not answered for 0\.1 s"):
+        connected(threading.Event().wait, timedelta(seconds=0.05))
+    assert connected(lambda: 3, timedelta(seconds=30)) == 3

@@ -1,6 +1,7 @@
 """A job of two hosts: pipelines and replicas across them, and a cable that is pulled in the middle of a step."""
 
 import re
+import sys
 
 import pytest
 from processes import run_ranks, run_script
@@ -21,7 +22,7 @@ from two_hosts import hosts_or_skip, on_hosts
 
 from hybridpp.cluster import current_world
 
-SCRIPT = ROOT / "tests/scripts/hanging.py"
+SCRIPT, FOREIGN_BYTES = (ROOT / f"tests/scripts/{name}.py" for name in ("hanging", "foreign_bytes"))
 BATCHES = [image_batch(8, seed) for seed in range(2)]
 # Of four ranks on two hosts: replicas on a host each, and a pipeline of which the middle is the cable.
 LAYOUTS = {"dp": {"pp_size": 2, "num_microbatches": 2}, "pp": {"pp_size": 4, "num_microbatches": 4}}
@@ -85,3 +86,18 @@ def test_a_cable_pulled_in_a_step_ends_both_hosts_and_each_says_who_went():
     silent = re.findall(r"rank (\d) is in training step 3 of Model.*store has not answered (\w+) for", job.stderr)
     assert silent == [("1", "host1")]
     assert job.stderr.count("this job hangs") == 2, job.stderr
+
+
+@pytest.mark.timeout(150)
+def test_a_job_goes_on_while_foreign_bytes_reach_all_its_ports(tmp_path):
+    with hosts_or_skip() as hosts:
+        senders = [host.start(sys.executable, FOREIGN_BYTES, "4", cwd=tmp_path) for host in hosts]
+        job = run_script(2, SCRIPT, "none", "0", "script", "limit=30", "steps=100", **on_hosts(hosts))
+        sent = [sender.communicate(timeout=60) for sender in senders]
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("DONE") == 2
+    assert not any(error for _, error in sent), sent
+    # The store's port, and one of gloo's at least.
+    counts = [list(map(int, re.findall(r"\d+", text))) for text, _ in sent]
+    assert all(num_connections and num_ports > 1 for num_connections, num_ports, _ in counts), counts
+    assert not list(tmp_path.iterdir())
