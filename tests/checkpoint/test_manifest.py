@@ -18,7 +18,11 @@ from hybridpp.errors import CheckpointError
 
 def signed(content):
     """A manifest with a digest that fits, whatever is in it."""
-    rest = json.dumps(content).encode()[1:] + b"\n"
+    return signed_text(json.dumps(content))
+
+
+def signed_text(text):
+    rest = text.encode()[1:] + b"\n"
     digest = new_digest()
     digest.update(rest)
     return f'{{"digest": "{written_as(digest)}",\n'.encode() + rest
