@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from hybridpp.checkpoint.folder import SaveTarget
 from hybridpp.checkpoint.new_output import library_errors, new_output
 from hybridpp.checkpoint.run_contents import StoredRunModel
+from hybridpp.errors import CheckpointError
 
 
 def export_folder(
@@ -36,13 +37,22 @@ def export_folder(
         CheckpointError: ``out`` exists, or cannot be written.
     """
     floating = [spec.dtype for spec in run.specs.values() if spec.dtype.is_floating_point]
-    with new_output(out) as temporary:
+    with new_output(out) as temporary, _named(temporary, out):
         target = SaveTarget(temporary, shell)
         aliases = {alias: name for alias, name in run.aliases.items() if name in run.specs}
         dtype = max(floating, key=floating.count) if floating else None
         for names in target.plan(run.specs, aliases, dtype, max_shard_size):
             target.write_next(run.weights(names), on_written)
         target.finish()
+
+
+@contextmanager
+def _named(temporary: Path, out: Path) -> Iterator[None]:
+    """A context in which errors name the path that was asked for."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(str(error).replace(str(temporary), str(out))) from error
 
 
 def export_torch(run: StoredRunModel, out: Path) -> None:

@@ -160,6 +160,11 @@ def _of_state(found: Mapping[str, Any], path: Path) -> ImportSource:
         raise CheckpointError(
             f"{path} holds no weights, but {sorted(map(str, found))[:8]}. Save the model's state_dict() under 'model'."
         )
+    unusual = next((name for name, tensor in tensors.items() if tensor.layout is not torch.strided), None)
+    if unusual is not None:
+        raise CheckpointError(
+            f"{path} cannot be imported: {unusual} is a Tensor of {tensors[unusual].layout}. Save its to_dense()."
+        )
     aliases = tied_names(tensors)
     source = ImportSource("a file of torch.save", {n: _given(t) for n, t in tensors.items() if n not in aliases})
     source.origin = described_origin(nn.Module(), aliases, {name: tensor.dtype for name, tensor in tensors.items()})

@@ -133,7 +133,7 @@ class StoredHeader:
             end = stop
         if self._data + end != nbytes:
             raise CheckpointError(
-                f"{self._path} is broken: it has {nbytes} bytes, and its header is of {self._data + end}"
+                f"{self._path} is broken: it has {nbytes} bytes, and its header says {self._data + end}"
             )
 
     def offset(self, key: str, dtype: str, shape: tuple[int, ...]) -> int:

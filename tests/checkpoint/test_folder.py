@@ -284,3 +284,42 @@ def test_a_link_whose_target_is_not_there_is_named(tmp_path):
         CheckpointError, match=rf"cannot be read as a safetensors file: .*model\.safetensors {is_a_link}"
     ):
         open_folder(nn.Linear(2, 2), tmp_path / "folder", strict=True)
+
+
+def snapshot_of_a_cache(path):
+    """A folder as the cache of Hugging Face's hub has it: names that are links to files elsewhere."""
+    save(vit(), path / "plain", OLD, VIT_SIZES["two"])
+    (path / "blobs").mkdir()
+    snapshot = path / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    for file in (path / "plain").iterdir():
+        file.rename(path / "blobs" / file.name)
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    return snapshot
+
+
+def test_a_snapshot_of_links_is_read_and_a_save_replaces_its_links_only(tmp_path):
+    snapshot = snapshot_of_a_cache(tmp_path)
+    blobs = {file: file.read_bytes() for file in (tmp_path / "blobs").iterdir()}
+    assert by_us(vit(), snapshot) == OLD
+    save(vit(), snapshot, NEW)
+    assert by_us(vit(), snapshot) == NEW
+    assert by_transformers(snapshot)[0] == NEW
+    assert blobs == {file: file.read_bytes() for file in (tmp_path / "blobs").iterdir()}
+    assert not any(file.is_symlink() for file in snapshot.iterdir() if file.suffix in (".safetensors", ".json"))
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ('{"weight_map": {"a": "x", "a": "y"}}', "the key 'a' is there twice"),
+        ('{"weight_map": {"a": 3}}', "weight_map['a'] is 3, and must be text"),
+        ('{"weight_map": []}', "weight_map is [], and must be an object"),
+        ("[" * 100_000, "it is nested too deep"),
+        ('{"weight_map": {"a": "../x.safetensors"}}', "'../x.safetensors' is not inside the folder"),
+    ],
+)
+def test_an_index_is_checked_as_a_whole(tmp_path, content, text):
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(CheckpointError, match=re.escape(text)):
+        open_folder(nn.Linear(2, 2), tmp_path, strict=True)

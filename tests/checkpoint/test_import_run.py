@@ -2,7 +2,9 @@
 
 import logging
 import os
+import pickle
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from hybridpp import Booster, HybridParallelPlugin
+from hybridpp.checkpoint.export_run import one_process
 from hybridpp.cli import main
 
 
@@ -158,3 +161,40 @@ def test_what_is_no_model_is_named_and_nothing_is_overwritten(tmp_path, call):
     run = Run()
     run.booster.resume(tmp_path / "run")
     assert_same(run.model.state_dict(), TiedModel().state_dict())
+
+
+class Evil:
+    def __reduce__(self):
+        return (os.mkdir, ("evil",))
+
+
+def test_no_code_of_a_dcp_folder_runs_and_no_file_outside_is_read(tmp_path, monkeypatch, call):
+    monkeypatch.chdir(tmp_path)
+    with one_process():
+        dcp.save({"model": nn.Linear(2, 2).state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    right = pickle.loads((tmp_path / "dcp" / ".metadata").read_bytes())
+    (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(Evil()))
+    text = call("import", tmp_path / "dcp", tmp_path / "out", code=2)
+    assert "it names posix.mkdir, which is no part of such a file" in text
+    for index, stored in right.storage_data.items():
+        right.storage_data[index] = replace(stored, relative_path=f"../dcp/{stored.relative_path}")
+    (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(right))
+    text = call("import", tmp_path / "dcp", tmp_path / "out", code=2)
+    assert "its .metadata names a file '../dcp/__0_0.distcp', which is none of such a folder" in text
+    assert [path.name for path in tmp_path.iterdir()] == ["dcp"]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"model": {"a": torch.ones(2)}, "optimizer": {"state": 3, "param_groups": []}},
+        {"model": {"a": torch.ones(2)}, "optimizer": 3},
+        {"model": {"a": torch.ones(2)}, "optimizer": {"state": {}, "param_groups": [{}]}},
+        {"model": {"a": torch.ones(2).to_sparse()}},
+    ],
+)
+def test_a_file_of_another_form_is_one_error(tmp_path, state, call):
+    torch.save(state, tmp_path / "x.pt")
+    text = call("import", tmp_path / "x.pt", tmp_path / "out", code=2)
+    assert re.search("is not in a form that is imported|is a Tensor of torch.sparse_coo", text), text
+    assert [path.name for path in tmp_path.iterdir()] == ["x.pt"]

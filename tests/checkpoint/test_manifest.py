@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import re
 
 import pytest
@@ -11,7 +12,7 @@ from checkpoint_folders import full_holding, save, tensors_of
 from hybridpp.checkpoint.boxes import Box
 from hybridpp.checkpoint.commit import step_folder
 from hybridpp.checkpoint.digest import new_digest, written_as
-from hybridpp.checkpoint.manifest import MANIFEST, Chunk, merged, parse, tensor_as_json
+from hybridpp.checkpoint.manifest import MANIFEST, Chunk, _are_all_of, merged, parse, tensor_as_json
 from hybridpp.checkpoint.reader import read_manifest
 from hybridpp.errors import CheckpointError
 
@@ -118,6 +119,24 @@ ATTACKS = {
     ),
     "no tensors": (lambda c: c.pop("tensors"), "it lacks 'tensors'"),
     "list": (lambda c: c.update(files=[]), "files is .., and must be an object"),
+    "chunk of another": (
+        lambda c: first(c, "tensors")["chunks"][0].__setitem__(3, "weights/1#0"),
+        "'weights/1#0' is no name of a part of 'weights/0'",
+    ),
+    "2**63": (
+        lambda c: first(c, "tensors")["chunks"][0].__setitem__(0, [2**63, 0]),
+        "its start.0. is 9223372036854775808, and must be a whole number from 0 to 9223372036854775807",
+    ),
+    "empty but huge": (
+        lambda c: first(c, "tensors").update(shape=[0, 2**40, 2**40], chunks=[]),
+        "must be one of at most 9223372036854775807 bytes",
+    ),
+    "dimensions": (
+        lambda c: first(c, "tensors").update(shape=[1] * 65, chunks=[]),
+        "must be a list of at most 64",
+    ),
+    "digest": (lambda c: first(c, "files").update(digest=["a"]), "digest is .'a'., and must be a digest"),
+    "layout": (lambda c: c.update(layout={"dp_size": -1}), "layout.dp_size is -1, and must be a whole number from 1"),
     "nesting": (lambda c: c.update(state=[]), "state is .., and must be an object"),
 }
 
@@ -159,3 +178,42 @@ def test_what_ranks_wrote_is_merged_and_must_agree(tmp_path):
     with pytest.raises(CheckpointError, match=re.escape("ranks disagree about 'x'")):
         merged([("x", raw), ("x", {**raw, "dtype": "float16"})])
     assert torch.float16.itemsize * 24 == merged([("x", {**raw, "dtype": "float16"})])["x"].nbytes
+
+
+def test_an_element_that_is_in_two_boxes_while_another_is_in_none_is_found():
+    whole = [Box((0, 0), (3, 2)), Box((3, 0), (3, 2)), Box((0, 2), (6, 2))]
+    assert _are_all_of(whole, (6, 4))
+    assert _are_all_of([Box((), ())], ())
+    assert _are_all_of([], (0, 5))
+    for shifted in ([Box((0, 0), (3, 2)), Box((2, 0), (3, 2)), Box((0, 2), (6, 2))], [whole[0], whole[0], whole[2]]):
+        assert sum(box.size for box in shifted) == 24
+        assert not _are_all_of(shifted, (6, 4))
+
+
+@pytest.mark.timeout(60)
+def test_very_many_parts_are_checked_in_linear_time():
+    """All begin in the first row, so that each two could overlap."""
+    number = 100_000
+    assert _are_all_of([Box((0, column), (2, 1)) for column in range(number)], (2, number))
+
+
+def test_what_is_too_large_or_no_strict_json_is_not_used(tmp_path, monkeypatch):
+    data = save(tmp_path, 3).to_bytes()
+    path = step_folder(tmp_path, 3) / MANIFEST
+    for old, new, text in (
+        (b'"step": 3', b'"step": 3, "step": 3', "the key 'step' is there twice"),
+        (b'"step": 3', b'"step": NaN', "NaN is there, which is no number of JSON"),
+        (b'"step": 3', b'"step": ' + b"[" * 100_000, "it is nested too deep"),
+    ):
+        path.write_bytes(signed_text((b"{" + data.partition(b"\n")[2].replace(old, new)).decode()))
+        with pytest.raises(CheckpointError, match=text):
+            read_manifest(path.parent)
+    with path.open("wb") as file:
+        file.truncate(2**30)
+    monkeypatch.setattr(type(path), "read_bytes", None)
+    with pytest.raises(CheckpointError, match=r"it has 1073741824 bytes, and at most 512\.00 MiB of one are read"):
+        read_manifest(path.parent)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match=f"{MANIFEST} cannot be read: No such file"):
+        read_manifest(path.parent)

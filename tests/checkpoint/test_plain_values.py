@@ -88,7 +88,24 @@ def test_an_object_is_refused_by_name(value, name):
         encode(value, "extras")
 
 
-@pytest.mark.parametrize("stored", [{"$object": 1}, {"$tensor": ["float32", [9], "AAAA"]}, {"$float": "one"}])
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"$object": 1},
+        {"$tensor": ["float32", [9], "AAAA"]},
+        {"$tensor": ["float32", [4], ""]},
+        {"$tensor": ["float32", [-1], "AAAAAAAA"]},
+        {"$tensor": ["float32", [0, 2**40, 2**40], ""]},
+        {"$numpy": ["O", [1], "AAAAAAAAAAA="]},
+        {"$numpy": [3, [1], "AAAA"]},
+        {"$bytes": "A*A="},
+        {"$tuple": "abc"},
+        {"$dict": [[1, 2], [1, 3]]},
+        {"$set": [[1]]},
+        {"$float": "one"},
+        {"$float": []},
+    ],
+)
 def test_what_was_not_encoded_is_refused(stored):
     with pytest.raises(CheckpointError, match="the checkpoint holds a value that this version cannot read"):
         decode(stored)
@@ -112,3 +129,11 @@ def test_what_is_too_deep_to_be_read_is_refused_when_it_is_written(kind):
     assert deeper(300, lambda: decode(json.loads(text))) == value
     with pytest.raises(ConfigError, match="extras is nested more than 64 deep, or holds itself"):
         encode(wrapped(kind, 65), "extras")
+
+
+def test_what_is_nested_deeper_than_anything_that_is_written_is_refused():
+    value = 1
+    for _ in range(500):
+        value = [value]
+    with pytest.raises(CheckpointError, match="a value that is nested deeper than any that is saved"):
+        decode(value)

@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from mounts import fill_disk, on_small_disk
 from run_checkpoints import Run, on_layout, tensors_in
 from safetensors.torch import load_file
 from support import assert_same
@@ -17,6 +18,9 @@ from hybridpp import Booster, HybridParallelPlugin
 from hybridpp.checkpoint.commit import open_step, step_folder
 from hybridpp.checkpoint.older_config import with_older_names
 from hybridpp.cli import main
+from hybridpp.cli.checkpoint_formats import run_export
+from hybridpp.cli.commands.checkpoint import ExportArguments
+from hybridpp.errors import CheckpointError
 
 
 def mixtral():
@@ -175,6 +179,17 @@ def test_what_is_there_is_not_overwritten_and_what_fails_leaves_nothing(runs, tm
     ):
         assert "No space left on device" in call(*arguments, code=2)
         assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("form", ["torch", "dcp", "hf"])
+def test_a_full_disk_is_told_as_one_and_leaves_nothing(runs, tmp_path, form):
+    def child():
+        filler = fill_disk(tmp_path, 32 * 1024)
+        with pytest.raises(CheckpointError, match=r"out cannot be written: .*(No space left|free there)"):
+            run_export(ExportArguments(path=str(runs / "plain"), out=str(tmp_path / "out"), to=form))
+        return [path for path in tmp_path.iterdir() if path != filler]
+
+    assert on_small_disk(tmp_path, child) == []
 
 
 def test_a_model_of_no_known_class_has_a_folder_of_its_own_names(runs, tmp_path, call):

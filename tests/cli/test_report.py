@@ -58,3 +58,13 @@ def test_other_schedules_are_simulated_from_a_recording(printed, tmp_path, comma
     sizes = ("--stages", "2", "--microbatches", "4")
     assert main(["simulate", "zb-h1", *sizes, "--measured", "run/recording.json"]) == 0
     assert main(["simulate", "zb-h1", *sizes, "--measured", "timeline.json"]) == 0
+
+
+def test_a_link_where_the_page_would_be_is_replaced_and_not_followed(printed, tmp_path):
+    recorded().save(tmp_path / "run")
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "run" / "report.html").symlink_to(tmp_path / "mine")
+    printed("run")
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert "hybridpp report" in (tmp_path / "run" / "report.html").read_text()
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["recording.json", "report.html"]

@@ -44,6 +44,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from hybridpp import Booster, HybridParallelPlugin
 from hybridpp.checkpoint.digest import new_digest, written_as
+from hybridpp.checkpoint.export_run import one_process
 from hybridpp.checkpoint.import_run import import_run
 from hybridpp.checkpoint.import_sources import open_source
 from hybridpp.cluster import gather_objects
@@ -385,20 +386,27 @@ class OfRun:
 
     def _one(self, run, base, seed, watch, results, is_first):
         scratch = base / str(seed)
-        folder, planted = scratch / "folder", {}
+        folder, planted, control = scratch / "folder", {}, run.booster.plugin.layout.control
         if is_first:
             dice = random.Random(seed)
             planted = plant_around(scratch)
             shutil.copytree(base / "right", folder)
             results[seed] = edited(folder, dice)
             watch.begin(f"{self.name}, seed {seed}: {results[seed]}")
-        gather_objects(run.booster.plugin.layout.control, "in an edit", None)
+        gather_objects(control, "in an edit", None)
         before = fingerprint([run.everything(), generators()])
         _, word, detail = attempt(lambda: self._load(run, folder))
-        if word == "refused" and fingerprint([run.everything(), generators()]) != before:
-            return Outcome("refused", f"the run was changed, {detail}")
-        if word == "raw":
-            return Outcome(word, detail)
+        changed = fingerprint([run.everything(), generators()]) != before
+        rows = gather_objects(control, "in an edit", [word, detail, changed])
+        raw = next((text for kind, text, _ in rows if kind == "raw"), "")
+        problem = raw or ("ranks differ" if len({kind for kind, *_ in rows}) > 1 else "")
+        if word == "refused" and any(row[-1] for row in rows):
+            problem = problem or f"the run was changed, {detail}"
+        if problem:
+            self._load(run, base / "other")
+            if is_first:
+                shutil.rmtree(scratch)
+            return Outcome("raw" if raw else word, problem, detail)
         problem, out = "", scratch / "out"
         if not word:
             self._save(run, out, 1)
@@ -516,7 +524,8 @@ class OfImport:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         (base / "right").mkdir()
         if self._is_dcp:
-            dcp.save(state, checkpoint_id=base / "right", no_dist=True)
+            with one_process():
+                dcp.save(state, checkpoint_id=base / "right", no_dist=True)
         else:
             torch.save(state, base / "right" / "model.pt")
         for seed in seeds:
@@ -542,7 +551,8 @@ class OfImport:
     def _reference(self, source, found):
         target = {"model": {name: torch.zeros_like(tensor) for name, tensor in found.items()}}
         if self._is_dcp:
-            dcp.load(target, checkpoint_id=source, no_dist=True)
+            with one_process():
+                dcp.load(target, checkpoint_id=source, no_dist=True)
         else:
             target = torch.load(source, weights_only=True)
         return fingerprint({name: target["model"][name] for name in found})

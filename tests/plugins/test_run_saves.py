@@ -18,7 +18,7 @@ from torch import nn
 
 from hybridpp import Booster, HybridParallelPlugin
 from hybridpp.checkpoint import commit, reader, writer
-from hybridpp.checkpoint.commit import committed_steps, open_step, step_folder, steps
+from hybridpp.checkpoint.commit import clean, committed_steps, open_step, step_folder, steps
 from hybridpp.checkpoint.manifest import MANIFEST
 from hybridpp.cluster import current_world
 from hybridpp.errors import CheckpointError, ConfigError
@@ -275,6 +275,33 @@ def test_ranks_without_a_common_file_system_are_refused(tmp_path, monkeypatch):
 
     on_layout(rank, dp_size=2)
     assert committed_steps(tmp_path) == []
+
+
+def test_a_save_whose_files_another_job_removes_says_so(tmp_path, monkeypatch):
+    """Of the file system, this one knows nothing."""
+    from hybridpp_plugins import folder_save
+
+    begun, written = folder_save.begin_in, folder_save.write_holdings
+
+    def begin_and_lose(folder, save_id):
+        begun(folder, save_id)
+        clean(folder, ())  # as a job does that finds no manifest here
+
+    def lose_and_write(folder, *arguments):
+        shutil.rmtree(folder, ignore_errors=True)
+        return written(folder, *arguments)
+
+    def rank(make):
+        run = make()
+        text = "another save to .* ran at the same time, and removed what this one had written: .*step-00000001"
+        with pytest.raises(CheckpointError, match=text):
+            run.booster.save(tmp_path, step=1)
+
+    for name, replacement in (("begin_in", begin_and_lose), ("write_holdings", lose_and_write)):
+        with monkeypatch.context() as patch:
+            patch.setattr(folder_save, name, replacement)
+            on_layout(rank, dp_size=2)
+        assert committed_steps(tmp_path) == []
 
 
 def test_retention_keeps_as_many_as_asked(tmp_path):
