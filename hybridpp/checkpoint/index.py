@@ -41,7 +41,7 @@ MODEL, DIFFUSION = WeightNames("model"), WeightNames("diffusion_pytorch_model")
 MOST_INDEX_BYTES = 2**28
 """Of an index of files; that of 100,000 weights has 10 MB."""
 CONFIG = "config.json"
-_MOST_CONFIG_BYTES = 2**26
+MOST_CONFIG_BYTES = 2**26
 # Key of config.json: the file, or the index, that `from_pretrained` reads instead of the default ones.
 POINTER = "transformers_weights"
 
@@ -118,7 +118,7 @@ def digest_of(index: Path) -> str | None:
 def pointed_to(folder: Path) -> str | None:
     """What the folder's ``config.json`` tells ``from_pretrained`` to read, if anything."""
     try:
-        config = read_json(folder / CONFIG, _MOST_CONFIG_BYTES)
+        config = read_json(folder / CONFIG, MOST_CONFIG_BYTES)
         named: str | None = config.get(POINTER) if isinstance(config, dict) else None
         if named is not None:
             _check_inside(named, folder)

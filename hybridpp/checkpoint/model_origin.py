@@ -1,6 +1,7 @@
 """What a checkpoint says of the model before boost, so that the model can be exported without its script."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,11 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hybridpp.checkpoint.index import CONFIG, MOST_CONFIG_BYTES
+from hybridpp.checkpoint.schema import read_json
 from hybridpp.errors import CheckpointError, ConfigError
 from hybridpp.nn.pretrained_model import is_pretrained_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_MOST_LAYERS = 2000
+_DEPTH = re.compile("(layers?|depth)$")
 
 
 def described_origin(model: nn.Module, aliases: Mapping[str, str], dtypes: Mapping[str, torch.dtype]) -> dict[str, Any]:
@@ -37,6 +43,34 @@ def described_origin(model: nn.Module, aliases: Mapping[str, str], dtypes: Mappi
     }
 
 
+def check_depth(folder: Path, own: Mapping[str, Any]) -> None:
+    """Refuse a folder whose configuration has so many layers that a model of it would never be made.
+
+    Args:
+        folder: with a ``config.json``; what else is wrong with that is found where it is used.
+        own: the configuration of the model that the folder is for, if it is known.
+
+    Raises:
+        CheckpointError: it has.
+    """
+    try:
+        config = read_json(folder / CONFIG, MOST_CONFIG_BYTES)
+    except (OSError, ValueError):
+        return
+    _check_depth(config, own, str(folder / CONFIG))
+
+
+def _check_depth(config: Any, own: Any, where: str) -> None:
+    for key, value in config.items() if isinstance(config, dict) else ():
+        here = own.get(key) if isinstance(own, dict) else None
+        most = max(_MOST_LAYERS, here if type(here) is int else 0)
+        if type(value) is int and _DEPTH.search(key) and value > most:
+            raise CheckpointError(
+                f"{where} has {key} = {value}, and no model has more than {most} layers. Restore it from a copy."
+            )
+        _check_depth(value, here, where)
+
+
 def model_shell(class_name: str | None, config: Mapping[str, Any] | None, folder: Path | None) -> nn.Module:
     """A model without values, whose class and configuration say how it is exported.
 
@@ -58,6 +92,7 @@ def model_shell(class_name: str | None, config: Mapping[str, Any] | None, folder
     import transformers  # noqa: PLC0415
 
     if folder is not None:
+        check_depth(folder, {})
         try:
             made = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         except Exception as error:  # of a file that is none, of entries of other types, …
@@ -66,6 +101,7 @@ def model_shell(class_name: str | None, config: Mapping[str, Any] | None, folder
             ) from error
     else:
         assert config is not None
+        _check_depth(config, {}, "the configuration in the checkpoint")
         rest = {key: value for key, value in config.items() if key != "model_type"}
         try:
             made = transformers.AutoConfig.for_model(config["model_type"], **rest)

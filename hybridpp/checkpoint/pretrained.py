@@ -18,6 +18,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from hybridpp.checkpoint.find_tensors import TensorLocation, find_tensors
+from hybridpp.checkpoint.model_origin import check_depth
 from hybridpp.checkpoint.read import CheckpointContents, InMemory, StoredTensor, open_tensors, shapes_of
 from hybridpp.errors import CheckpointError
 from hybridpp.nn.pretrained_model import without_progress_bars
@@ -74,6 +75,7 @@ def open_pretrained(model: PreTrainedModel, path: Path, strict: bool) -> Checkpo
     Raises:
         CheckpointError: it cannot; a file is broken; or, if ``strict``, names are missing or unexpected.
     """
+    check_depth(path, model.config.to_dict())
     locations = find_tensors(path, from_pretrained=True)
     shapes_of(locations)  # raises an error that names a broken file
     shell, info = _load(model, path, device_map="meta")
@@ -111,7 +113,7 @@ def _load(model: PreTrainedModel, path: Path, **options: Any) -> tuple[PreTraine
     try:
         with without_progress_bars():
             loaded: Any = type(model).from_pretrained(
-                path, output_loading_info=True, ignore_mismatched_sizes=False, **options
+                path, output_loading_info=True, ignore_mismatched_sizes=False, weights_only=True, **options
             )
     except Exception as error:  # of a missing file, a broken one, a pickle, a config that is no JSON, …
         raise CheckpointError(

@@ -323,3 +323,12 @@ def test_an_index_is_checked_as_a_whole(tmp_path, content, text):
     (tmp_path / "model.safetensors.index.json").write_text(content)
     with pytest.raises(CheckpointError, match=re.escape(text)):
         open_folder(nn.Linear(2, 2), tmp_path, strict=True)
+
+
+def test_a_configuration_of_more_layers_than_any_model_has_is_refused(tmp_path):
+    save(vit(), tmp_path, OLD)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2**31}))
+    text = "num_hidden_layers = 2147483648, and no model has more than 2000 layers. Restore it from a copy."
+    with pytest.raises(CheckpointError, match=re.escape(text)):
+        open_folder(vit(), tmp_path, strict=True)
