@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
+from typing import NoReturn
 from weakref import WeakSet
 
 from hybridpp.cluster.rank_process import RankProcess
@@ -26,6 +27,8 @@ _PR_SET_PDEATHSIG = 1
 _MAIN = "MainThread"
 # Of the 107 bytes of a socket's path, "/listener-abcdefgh" takes 18.
 _MAX_FOLDER = 85
+
+_FLUSH_S = 0.3
 
 # Workers to kill at the end of the process with this number.
 _WORKERS: WeakSet[BaseProcess] = WeakSet()
@@ -113,6 +116,26 @@ def kill_children(*, only_stopped: bool = False) -> None:
     for child in multiprocessing.active_children():
         if not only_stopped or child.pid in stopped:
             child.kill()
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process, from any of its threads, with those that it has started; nothing is waited for.
+
+    Args:
+        code: its exit code.
+    """
+    kill_children()
+    flush = threading.Thread(target=_flush, daemon=True)
+    flush.start()
+    flush.join(_FLUSH_S)
+    os._exit(code)
+
+
+def _flush() -> None:
+    # What the main thread printed is otherwise lost; it may hold the lock of a stream for ever.
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
 
 
 def _forget_ends_of_workers() -> None:

@@ -4,6 +4,7 @@ Gloo's own reduce-scatter all-reduces first, and its all-to-all and all-gather c
 take two to three times as long.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -27,25 +28,45 @@ class DirectExchange:
         rank: this rank in the group.
         outgoing: contiguous tensors, by receiver; not to be written to until the end. This rank's own is not sent.
         incoming: contiguous tensors, by sender, that are filled. This rank's own is left as it is.
+        under_way: exchanges of the group, in order, to which this one is added. One that nobody waits for (of a batch
+            that was read ahead, by an iterator that is gone) stays there until a later one is over: gloo gives what
+            comes for a receive that is gone to the next one.
     """
 
     def __init__(
-        self, start: Callable[..., PolledWork], rank: int, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]
+        self,
+        start: Callable[..., PolledWork],
+        rank: int,
+        outgoing: Sequence[Tensor],
+        incoming: Sequence[Tensor],
+        under_way: "deque[DirectExchange] | None" = None,
     ) -> None:
         others = [peer for peer in range(len(outgoing)) if peer != rank]
         self._works = [start(dist.irecv, as_carried(incoming[peer]), group_src=peer, tag=_TAG) for peer in others]
         self._works += [start(dist.isend, as_carried(outgoing[peer]), group_dst=peer, tag=_TAG) for peer in others]
         # Gloo holds no reference to them.
         self._tensors = (outgoing, incoming)
+        self._under_way: deque[DirectExchange] = deque() if under_way is None else under_way
+        self._under_way.append(self)
 
     def wait(self) -> None:
         """Wait until all has arrived here, and left."""
         for work in self._works:
             work.wait()
+        self._is_over()
 
     def ends_within(self, patience: Patience) -> bool:
         """Whether all has, while there is patience."""
-        return all(work.ends_within(patience) for work in self._works)
+        is_over = all(work.ends_within(patience) for work in self._works)
+        if is_over:
+            self._is_over()
+        return is_over
+
+    def _is_over(self) -> None:
+        # Messages arrive in order, so those of earlier exchanges have.
+        if self in self._under_way:
+            while self._under_way.popleft() is not self:
+                pass
 
 
 def received_beside(own: Tensor, rank: int, size: int) -> list[Tensor]:

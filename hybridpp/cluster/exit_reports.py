@@ -15,6 +15,9 @@ from hybridpp.nn.torch_private import PrefixStore, Store
 ExitReason = Callable[[int], str]
 """Returns how a rank ended, as sentences, given the rank; an empty text if it left no report."""
 
+NO_REPORT = "It has reported no error: it was killed, as where memory runs out, or its own output says why."
+"""Of a rank that is gone, where its exit reason is empty."""
+
 _LOOK_S = 0.02
 _FIRST_ERROR = "text of the first error"
 
@@ -56,7 +59,7 @@ class ExitReports:
 
     def exit_reason(self, rank: int) -> str:
         """See :data:`ExitReason`."""
-        if self._get(f"left {rank}") is not None:
+        if self.has_left(rank):
             return (
                 f"Rank {rank} left the job without an error: its script ended, or it called destroy(). What rank "
                 f"{self.rank} is in must be called on every rank: put no `if coordinator.is_master()` around "
@@ -64,6 +67,10 @@ class ExitReports:
             )
         error = self._get(f"failed {rank}")
         return "" if error is None else f"It ended with {error}"
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank has left the job without an error."""
+        return self._get(f"left {rank}") is not None
 
     def claim_first_error(self, error: BaseException) -> bool:
         """Whether no rank had an error of its own before this one; then the others can learn of it."""

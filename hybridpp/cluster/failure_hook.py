@@ -21,6 +21,7 @@ import torch.distributed as dist
 from hybridpp.cluster.child_processes import kill_children
 from hybridpp.cluster.exit_reports import ExitReports
 from hybridpp.cluster.failure_text import failure_line, failure_text
+from hybridpp.cluster.progress import Progress
 from hybridpp.cluster.stop_request import StopRequest
 from hybridpp.errors import DeadlockError, PeerError
 
@@ -62,7 +63,8 @@ class FailureHook:
 
     def __init__(self, reports: ExitReports, size: int, options: FailureOptions):
         self.reports, self._size, self._options = reports, size, options
-        self._stop = StopRequest()
+        self._stop, self._progress = StopRequest(), Progress()
+        self._leave: Callable[[], None] = lambda: None
         self._before: Callable[..., object] = sys.excepthook
         self._decided: tuple[BaseException, Telling] | None = None
         self._process = os.getpid()
@@ -74,14 +76,19 @@ class FailureHook:
             self._before = sys.excepthook
         sys.excepthook = self
 
-    def joined(self, reports: ExitReports, stop: StopRequest) -> None:
+    def joined(
+        self, reports: ExitReports, stop: StopRequest, progress: Progress, leave: Callable[[], None] = lambda: None
+    ) -> None:
         """The rank has joined its job: report in the job's store, from now on also an end without an error.
 
         Args:
             reports: in that store.
             stop: a rank that has failed catches no signals any more.
+            progress: of the rank; told where it ends because a peer is lost.
+            leave: tells the other ranks of an end without an error, beside the reports.
         """
         reports.folder, self.reports, self._stop = self.reports.folder, reports, stop
+        self._progress, self._leave = progress, leave
         # Torch has put a hook in front, which collects what is printed until a rank has ended.
         sys.excepthook = self
         atexit.register(self._report_success)
@@ -104,6 +111,8 @@ class FailureHook:
             self._before(kind, error, trace)
             return
         self._stop.ignore()
+        if is_of_peer(error) and not self._progress.lost:  # a save in the background waits no longer, either
+            self._progress.lost = failure_line(error)
         # Else the interpreter waits for them at its end.
         kill_children(only_stopped=True)
         telling = self.decide(error)
@@ -111,10 +120,15 @@ class FailureHook:
             self._print_all(kind, error, trace)
             self._write_error_file(error)
             return
-        if telling is Telling.LINE:
-            sys.stderr.write(f"hybridpp: rank {self.reports.rank} of {self._size} ends: {failure_line(error)}\n")
-            sys.stderr.flush()
+        sys.stderr.write(self.line_of(error))
+        sys.stderr.flush()
         time.sleep(_LINGER_S)
+
+    def line_of(self, error: BaseException) -> str:
+        """A line of an error that ends this process; empty where this rank says nothing of it."""
+        if self.decide(error) is Telling.NOTHING:
+            return ""
+        return f"hybridpp: rank {self.reports.rank} of {self._size} ends: {failure_line(error)}\n"
 
     def _decide(self, error: BaseException) -> Telling:
         reports = self.reports
@@ -152,6 +166,7 @@ class FailureHook:
     def _report_success(self) -> None:
         # Also called after an error.
         if os.getpid() == self._process and self._decided is None:
+            self._leave()
             self.reports.report_success()
             self._stop.notes.ended()
 

@@ -13,7 +13,10 @@ from hybridpp.cluster.devices import RankDevice, choose_backend, device_for, ide
 from hybridpp.cluster.failure_hook import FailureHook
 from hybridpp.cluster.host_address import address_between_hosts, address_towards, interface_with
 from hybridpp.cluster.launcher_notes import LauncherNotes
-from hybridpp.cluster.rendezvous import Entry, StoreAddress, wait_for_ranks
+from hybridpp.cluster.process_watch import ProcessWatch
+from hybridpp.cluster.progress import Progress
+from hybridpp.cluster.rank_process import RankProcess
+from hybridpp.cluster.rendezvous import Entry, StoreAddress, peers_of_host, wait_for_ranks
 from hybridpp.cluster.seeds import set_seed
 from hybridpp.cluster.stop_request import STOP_SIGNALS, StopRequest
 from hybridpp.cluster.torch_world import connected, job_world
@@ -49,6 +52,7 @@ class JoinOptions:
         notes: for the launcher.
         failures: prints the error that ends this rank; None: nothing does it but Python.
         limits: of the watchdog; None: there is none.
+        launcher: the process that started this rank, and looks after it; None: none does, or nobody knows which.
         take_interface: lets gloo use the network interface of this name, unless the user chose one; returns its choice.
         drop_interface: takes that back, when the process leaves the job.
     """
@@ -61,6 +65,7 @@ class JoinOptions:
     notes: LauncherNotes = field(default_factory=LauncherNotes)
     failures: FailureHook | None = None
     limits: WatchdogLimits | None = None
+    launcher: RankProcess | None = None
     take_interface: Callable[[str], str] = lambda name: name
     drop_interface: Callable[[], None] = lambda: None
 
@@ -91,24 +96,36 @@ def join_job(address: StoreAddress, process: ProcessRank, options: JoinOptions) 
     device = device_for(process.local_rank)
     if device is not None:
         torch.cuda.set_device(device)
-    store, chosen = _connect(address, process, options, device)
-    world = job_world(options.shared_memory, process.local_rank)
+    progress = Progress()
+    watch = ProcessWatch(progress, stop, options.failures, options.launcher)
+    try:
+        with progress.connecting():
+            store, chosen = _connect(address, process, options, device, watch)
+            world = job_world(options.shared_memory, process.local_rank, progress)
+            world.control()
+    except BaseException:
+        watch.stop()
+        raise
     options.notes.clear()
     world.stop = stop
     watchdog = None if options.limits is None else world.watch(options.limits, store)
-    # From now on, ranks that wait for a rank notice its end.
-    world.control()
+    # From now on, ranks may leave the job.
+    world.watch_processes(watch, store_ends_with_rank_0=not address.is_external)
     if watchdog is not None:
         watchdog.start()
     world.failures, world.left = options.failures, options.drop_interface
     if options.failures is not None:
-        options.failures.joined(world.exit_reports, stop)
+        options.failures.joined(world.exit_reports, stop, progress, world.tell_end)
     set_seed(options.seed)
     _LOGGER.debug("[rank %d] joined %d ranks over %s", process.rank, process.world_size, chosen)
 
 
 def _connect(
-    address: StoreAddress, process: ProcessRank, options: JoinOptions, device: torch.device | None
+    address: StoreAddress,
+    process: ProcessRank,
+    options: JoinOptions,
+    device: torch.device | None,
+    watch: ProcessWatch,
 ) -> tuple[Store, str]:
     """Meet all ranks, and make the default group; the store of this attempt, and the backend."""
     rank, world_size, timeout_s = process.rank, process.world_size, options.timeout_s
@@ -119,6 +136,7 @@ def _connect(
         settings=alike, own=[identify(device), reached_from], decide=lambda own: _decide(options.backend, own)
     )
     store, (chosen, addresses) = wait_for_ranks(address, rank, world_size, entry, timeout_s)
+    watch.start(peers_of_host(store, rank))
     interface = interface_with(address_between_hosts(reached_from, addresses))
     interface = options.take_interface(interface) if interface else ""
     timeout = timedelta(seconds=timeout_s)

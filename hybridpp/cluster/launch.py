@@ -1,5 +1,6 @@
 """Launch: join a job as its launcher or the caller says. The only file that reads the environment."""
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -15,6 +16,7 @@ from hybridpp.cluster.failure_text import FULL_TRACEBACK
 from hybridpp.cluster.join import TIMEOUT_S, JoinOptions, ProcessRank, check_timeout, join_job
 from hybridpp.cluster.launcher_notes import LauncherNotes
 from hybridpp.cluster.own_variables import OwnVariables
+from hybridpp.cluster.rank_process import RankProcess
 from hybridpp.cluster.rendezvous import StoreAddress
 from hybridpp.cluster.seeds import set_seed
 from hybridpp.cluster.starters import OPENMPI, SLURM, TORCHRUN, starter_of
@@ -25,7 +27,9 @@ from hybridpp.errors import ConfigError, LaunchError
 
 _SHARED_MEMORY = "HYBRIDPP_SHARED_MEMORY"
 _NOTES = "HYBRIDPP_NOTES"
+_LAUNCHER = "HYBRIDPP_LAUNCHER"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_RUN_ID = "TORCHELASTIC_RUN_ID"
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 # What changes how a job runs, see environment_of_jobs.
 _PREFIXES = ("GLOO_", "NCCL_", "TORCH_NCCL_", "OMP_", "MKL_", "KMP_", "HYBRIDPP_", "CUDA_VISIBLE", "PYTORCH_")
@@ -245,7 +249,7 @@ def environment_of_jobs() -> dict[str, str]:
     Of proxies only that they are set, because values may be secret.
     """
     found = {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES) or name in _OTHERS}
-    found = {name: value for name, value in found.items() if name != _NOTES and not _OWN.has(name)}
+    found = {name: value for name, value in found.items() if name not in (_NOTES, _LAUNCHER) and not _OWN.has(name)}
     return found | {name.lower(): "set" for name in os.environ if name.lower() in _PROXIES}
 
 
@@ -299,6 +303,7 @@ def set_up_launcher(notes: Path, *, several_hosts: bool) -> bool:
         Whether the user wants to see torchrun's own log.
     """
     os.environ[_NOTES] = str(notes)
+    os.environ[_LAUNCHER] = json.dumps(RankProcess.own())
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Where the rank that hosts the store has ended, each call of the others would print its native stack.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -331,6 +336,7 @@ def _join(
         notes=LauncherNotes(_path_in(_NOTES), process.local_rank),
         failures=_failure_hook(process),
         limits=limits,
+        launcher=_launcher(),
         # Read by every group that is made.
         take_interface=partial(_OWN.set, _GLOO_INTERFACE),
         drop_interface=_OWN.drop,
@@ -338,9 +344,22 @@ def _join(
     join_job(address, process, options)
 
 
+def _launcher() -> RankProcess | None:
+    """The process that looks after this rank: `hybridpp run`, or the agent of torchrun or of what uses it.
+
+    mpirun and srun end their processes by themselves; and a shell may end when its user goes.
+    """
+    if os.environ.get(_LAUNCHER):
+        return RankProcess(*json.loads(os.environ[_LAUNCHER]))
+    if _RUN_ID not in os.environ:
+        return None
+    # A script may be started by one that the agent has started.
+    return RankProcess.ancestor_without({name: os.environ[name] for name in (_RUN_ID, *TORCHRUN) if name in os.environ})
+
+
 def _failure_hook(process: ProcessRank) -> FailureHook:
     """Let one rank print an error that ends several, from the launch on."""
-    error_file = _path_in(_ERROR_FILE) if "TORCHELASTIC_RUN_ID" in os.environ else None
+    error_file = _path_in(_ERROR_FILE) if _RUN_ID in os.environ else None
     # One folder per attempt, which the ranks of this host share: attempt_0/LOCAL_RANK/error.json.
     folder = None if error_file is None else error_file.parents[1]
     options = FailureOptions(os.environ.get(FULL_TRACEBACK, "0") not in ("", "0"), error_file)

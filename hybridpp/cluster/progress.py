@@ -1,7 +1,8 @@
 """What a rank is doing: the section of its code, the location there, and for whom it waits. A watchdog reads it."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 Section: TypeAlias = Literal["script", "setup", "data", "step", "save"]
@@ -92,11 +93,13 @@ class Progress:
         device: tells how far the device is; None: nobody knows.
         observer: sees communications and waits, while a step is recorded; else None.
         in_background: returns what the last save in the background waits for, if anything; None: there was none.
+        lost: which rank of the job is gone, as sentences, so that no wait for other ranks may last; empty: none is.
+        is_connecting: whether ranks connect, where waits for them are in code of a backend.
     """
 
     __slots__ = (
-        *("awaited", "device", "in_background", "is_ending", "is_watched", "location", "num_changes", "observer"),
-        "section",
+        *("awaited", "device", "in_background", "is_connecting", "is_ending", "is_watched", "location", "lost"),
+        *("num_changes", "observer", "section"),
     )
 
     def __init__(self) -> None:
@@ -104,7 +107,8 @@ class Progress:
         self.location: Callable[[], str] = _nowhere
         self.awaited: Callable[[], Awaited] | None = None
         self.num_changes = 0
-        self.is_watched = self.is_ending = False
+        self.is_watched = self.is_ending = self.is_connecting = False
+        self.lost = ""
         self.device: DeviceObserver | None = None
         self.observer: CommunicationObserver | None = None
         self.in_background: Callable[[], Awaited | None] | None = None
@@ -117,6 +121,16 @@ class Progress:
             location: see :class:`Progress`.
         """
         return _Inside(self, section, location)
+
+    @contextmanager
+    def connecting(self) -> Iterator[None]:
+        """A context in which ranks connect."""
+        before, self.is_connecting = self.is_connecting, True
+        self.num_changes += 1
+        try:
+            yield
+        finally:
+            self.is_connecting = before
 
     def begin_wait(self, awaited: Callable[[], Awaited]) -> None:
         """Note that this rank waits for others; what ends the wait calls :meth:`end_wait`."""

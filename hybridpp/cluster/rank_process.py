@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,8 @@ _CONDITIONS = {
     "Z": "has ended",
     "X": "has ended",
 }
-_ENDED = "has ended"
+ENDED = "has ended"
+"""The condition of a process that is there no more."""
 _IN_KERNEL = _CONDITIONS["D"]
 
 
@@ -37,8 +39,22 @@ class RankProcess(NamedTuple):
     @classmethod
     def own(cls) -> "RankProcess":
         """This process."""
-        pid = os.getpid()
+        return cls.of(os.getpid())
+
+    @classmethod
+    def of(cls, pid: int) -> "RankProcess":
+        """A process that runs now, and that this one sees."""
         return cls(socket.gethostname(), _view(), pid, _stat(pid)[1])
+
+    @classmethod
+    def ancestor_without(cls, variables: Mapping[str, str]) -> "RankProcess | None":
+        """The nearest ancestor that was not started with these variables in its environment: it, or its child, set
+        them. None: the system does not tell."""
+        pid = os.getppid()
+        while pid > 1 and variables.items() <= _environment(pid).items():
+            pid = _parent(pid)
+        found = cls.of(pid)
+        return found if found.start else None
 
     @property
     def is_visible(self) -> bool:
@@ -51,7 +67,20 @@ class RankProcess(NamedTuple):
         if not self.is_visible:
             return ""
         state, start = _stat(self.pid)
-        return _CONDITIONS.get(state, "") if start == self.start else _ENDED
+        return _CONDITIONS.get(state, "") if start == self.start else ENDED
+
+    def descriptor(self) -> int | None:
+        """A descriptor that can be read when it has ended, to be closed; None: it has, or the system has none."""
+        if not hasattr(os, "pidfd_open") or not self.is_visible:
+            return None
+        try:
+            found = os.pidfd_open(self.pid)
+        except OSError:  # also Linux before 5.3, and containers that forbid it
+            return None
+        if _stat(self.pid)[1] == self.start:
+            return found
+        os.close(found)
+        return None
 
     @property
     def stopped_children(self) -> list[int]:
@@ -119,6 +148,20 @@ def _stat(pid: int) -> tuple[str, str]:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0], fields[19]
     return "", ""
+
+
+def _parent(pid: int) -> int:
+    with contextlib.suppress(OSError, IndexError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
+
+
+def _environment(pid: int) -> dict[str, str]:
+    """With which a process was started; empty where the system does not tell."""
+    with contextlib.suppress(OSError):
+        pairs = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
+        return dict(pair.partition("=")[::2] for pair in pairs)
+    return {}
 
 
 def _children(pid: int) -> list[int]:

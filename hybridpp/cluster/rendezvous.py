@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hybridpp.cluster.patient_store import PATIENCE_S, SilentStoreError, ask
+from hybridpp.cluster.rank_process import ENDED, RankProcess
 from hybridpp.errors import ConfigError, HybridppError, LaunchError
 from hybridpp.nn.torch_private import PrefixStore, Store, TCPStore
 
@@ -27,8 +28,12 @@ _REQUESTS = "requests"
 # Time before a rank logs for whom it waits; the interval doubles with each message.
 FIRST_NOTICE_S = 10.0
 _POLL_S = 0.01
+# How often ranks that wait look whether the processes of those that have come still run.
+_LOOK_S = 0.5
 # Rank 0 times out first, so that the others get the reason.
 _GRACE_S = 5.0
+_RANK_0 = "process of rank 0"
+_HOW_IT_ENDED = "Its own output says why, if it was not killed."
 _REFUSALS: dict[str, type[HybridppError]] = {kind.__name__: kind for kind in (LaunchError, ConfigError)}
 
 
@@ -153,6 +158,13 @@ class WaitTimer:
         time.sleep(_POLL_S)
 
 
+def peers_of_host(store: Store, rank: int) -> dict[int, RankProcess]:
+    """The processes of the other ranks that this one sees, in a store that :func:`wait_for_ranks` returned."""
+    own = RankProcess.own()
+    found = json.loads(store.get(_processes_key(own.view)))
+    return {other: RankProcess(*process) for other, process in found if other != rank}
+
+
 def list_ranks(ranks: list[int]) -> str:
     """``rank 3``, or ``ranks 1, 2, 5``; of many, the first."""
     some = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
@@ -162,9 +174,13 @@ def list_ranks(ranks: list[int]) -> str:
 def _coordinate(store: Store, rank: int, world_size: int, entry: Entry, timer: WaitTimer) -> tuple[str, Any]:
     """Rank 0: answer requests with the attempt's name until all ranks are present, and decide."""
     name = secrets.token_hex(8)
-    missing = _reply_until_all_joined(store, name, world_size, timer)
+    store.set(f"{name}/{_RANK_0}", json.dumps(RankProcess.own()))
+    missing, ended = _reply_until_all_joined(store, name, world_size, timer)
     refusal, decision = None, None
     try:
+        if ended:
+            rank, process = next(iter(ended.items()))
+            raise LaunchError(f"rank {rank} ({process}) has ended before all ranks had come. {_HOW_IT_ENDED}")
         if missing:
             raise LaunchError(
                 f"{list_ranks(missing)} did not call launch within {timer.timeout_s:g} s; {world_size - len(missing)} "
@@ -175,37 +191,59 @@ def _coordinate(store: Store, rank: int, world_size: int, entry: Entry, timer: W
             json.loads(_as_text(entry)),
             *(json.loads(store.get(_entry_key(name, n))) for n in range(1, world_size)),
         ]
-        _check_equal([settings for settings, _ in entries])
-        decision = entry.decide([own for _, own in entries])
+        _check_equal([settings for settings, _, _ in entries])
+        decision = entry.decide([own for _, own, _ in entries])
+        by_view: dict[str, list[Any]] = {}
+        for rank, (_, _, process) in enumerate(entries):
+            by_view.setdefault(RankProcess(*process).view, []).append([rank, process])
+        for view, processes in by_view.items():
+            store.set(f"{name}/{_processes_key(view)}", json.dumps(processes))
     except (LaunchError, ConfigError) as error:
         refusal = error
     store.set(_decision_key(name), json.dumps([refusal and type(refusal).__name__, str(refusal), decision]))
     if refusal is not None:
-        # The store may end with this process.
-        others = world_size - 1 - len(missing)
+        # The store may end with this process. Ranks that come late would wait for another rank 0.
+        others = world_size - 1 - len(ended or missing)
         until = time.monotonic() + _GRACE_S
+        num_replies = 0
         while store.add(_receipt_key(name), 0) < others and time.monotonic() < until:
+            num_replies = _reply(store, name, num_replies)
             time.sleep(_POLL_S)
         raise refusal
     return name, decision
 
 
-def _reply_until_all_joined(store: Store, name: str, world_size: int, timer: WaitTimer) -> list[int]:
-    """Answer requests with the attempt's name; returns the ranks that are missing when the time is over."""
+def _reply_until_all_joined(
+    store: Store, name: str, world_size: int, timer: WaitTimer
+) -> tuple[list[int], dict[int, RankProcess]]:
+    """Answer requests with the attempt's name; returns the ranks that are missing when the time is over, or when one
+    that has come has ended, and which have."""
     missing = list(range(1, world_size))
-    num_replies = 0
+    joined: dict[int, RankProcess] = {}
+    num_replies, next_look = 0, time.monotonic() + _LOOK_S
     while missing:
-        # Requests of earlier attempts are answered, too; no process waits for them.
-        num_requests = store.add(_REQUESTS, 0)
-        for number in range(num_replies + 1, num_requests + 1):
-            store.set(_reply_key(number), name)
-        num_replies = num_requests
+        if time.monotonic() > next_look:
+            for other in set(range(1, world_size)).difference(missing, joined):
+                joined[other] = RankProcess(*json.loads(store.get(_entry_key(name, other)))[2])
+            if ended := {other: process for other, process in joined.items() if process.condition == ENDED}:
+                return missing, ended
+            next_look = time.monotonic() + _LOOK_S
+        num_replies = _reply(store, name, num_replies)
         missing = [other for other in missing if not store.check([_entry_key(name, other)])]
         if missing and timer.left_s <= 0:
             break
         if missing:
             timer.wait_on(f"{list_ranks(missing)} to call launch")
-    return missing
+    return missing, {}
+
+
+def _reply(store: Store, name: str, num_replies: int) -> int:
+    """Answer requests after the first ``num_replies`` with the attempt's name; returns how many there are."""
+    # Requests of earlier attempts are answered, too; no process waits for them.
+    num_requests: int = store.add(_REQUESTS, 0)
+    for number in range(num_replies + 1, num_requests + 1):
+        store.set(_reply_key(number), name)
+    return num_requests
 
 
 def _register(store: Store, rank: int, world_size: int, entry: Entry, timer: WaitTimer) -> tuple[str, Any]:
@@ -213,20 +251,35 @@ def _register(store: Store, rank: int, world_size: int, entry: Entry, timer: Wai
     number = store.add(_REQUESTS, 1)
     _await(store, _reply_key(number), timer, "rank 0 to call launch")
     name = store.get(_reply_key(number)).decode()
+    try:
+        return name, _decided(store, name, rank, world_size, entry, timer)
+    except dist.DistNetworkError as error:  # rank 0, which has answered in this attempt, or torchrun's agent
+        who = "the process that hosts the job's store"
+        raise LaunchError(f"{who} has ended while ranks met. {_HOW_IT_ENDED}") from error
+
+
+def _decided(store: Store, name: str, rank: int, world_size: int, entry: Entry, timer: WaitTimer) -> Any:
+    """Join an attempt, and wait for what rank 0 decides."""
     if store.add(f"{name}/processes of rank {rank}", 1) > 1:
         raise LaunchError(f"two processes have rank {rank} of {world_size}. Start each with a rank of its own.")
     store.set(_entry_key(name, rank), _as_text(entry))
     # Rank 0 logs for whom it waits, so this rank does not.
-    _await(store, _decision_key(name), timer, "")
+    rank_0 = RankProcess(*json.loads(store.get(f"{name}/{_RANK_0}")))
+    _await(store, _decision_key(name), timer, "", rank_0)
     refusal, text, decision = json.loads(store.get(_decision_key(name)))
     if refusal:
         store.add(_receipt_key(name), 1)
         raise _REFUSALS[refusal](text)
-    return name, decision
+    return decision
 
 
-def _await(store: Store, key: str, timer: WaitTimer, what: str) -> None:
+def _await(store: Store, key: str, timer: WaitTimer, what: str, rank_0: RankProcess | None = None) -> None:
+    next_look = time.monotonic() + _LOOK_S
     while not store.check([key]):
+        if rank_0 is not None and time.monotonic() > next_look:
+            if rank_0.condition == ENDED and not store.check([key]):
+                raise LaunchError(f"rank 0 ({rank_0}) has ended while ranks met. {_HOW_IT_ENDED}")
+            next_look = time.monotonic() + _LOOK_S
         if timer.left_s <= 0:
             raise LaunchError(
                 f"rank 0 did not call launch within {timer.timeout_s:g} s, or does not answer. Its own output says "
@@ -250,7 +303,7 @@ def _check_equal(settings: Sequence[dict[str, object]]) -> None:
 
 
 def _as_text(entry: Entry) -> str:
-    return json.dumps([entry.settings, entry.own])
+    return json.dumps([entry.settings, entry.own, RankProcess.own()])
 
 
 def _reply_key(number: int) -> str:
@@ -263,6 +316,10 @@ def _entry_key(name: str, rank: int) -> str:
 
 def _decision_key(name: str) -> str:
     return f"{name}/decision"
+
+
+def _processes_key(view: str) -> str:
+    return f"processes of {view}"
 
 
 def _receipt_key(name: str) -> str:

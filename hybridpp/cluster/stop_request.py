@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from hybridpp.cluster.launcher_notes import LauncherNotes
-from hybridpp.errors import ConfigError
+from hybridpp.errors import ConfigError, LaunchError
 
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1")
 """What tells a job to stop: SLURM, Kubernetes and torchrun send the first, SLURM's ``--signal=USR1@120`` the second."""
@@ -28,11 +28,14 @@ class StopRequest:
     Attributes:
         own: number of the signal that this process got; 0: none.
         agreed: number of the signal that a rank got, on every rank since the same step; 0: none.
+        orphaned: that the launcher of this rank has ended, as a clause; empty: it has not, or nobody knows.
         notes: for the launcher.
     """
 
     def __init__(self, signals: Sequence[str] = (), notes: LauncherNotes | None = None):
         self.own, self.agreed = 0, 0
+        self.orphaned = ""
+        self._was_asked = False
         self.notes = notes or LauncherNotes()
         self._signals = CaughtSignals(signals, self._received)
         self._has_begun = self._has_done_step = False
@@ -42,11 +45,25 @@ class StopRequest:
         """Numbers of the signals that make one."""
         return self._signals.numbers
 
+    @property
+    def is_agreed(self) -> bool:
+        """Whether the job is to stop, for the script, which asks."""
+        self._was_asked = True
+        return self.agreed > 0
+
     def begin_step(self) -> None:
         """A step begins: from the first one on, a signal is a request.
 
         Before it, nothing would be lost, and a rank may compute for long without a message: signals end it at once.
+
+        Raises:
+            LaunchError: the launcher has ended, and the script, which never asks whether to stop, does not.
         """
+        if self.orphaned and self.agreed and not self._was_asked:
+            raise LaunchError(
+                f"{self.orphaned}, and the script goes on: nobody would end it. Its last steps are lost. A script that "
+                "saves and ends where booster.interrupted is True loses none."
+            )
         if not self._has_begun:
             self._has_begun = True
             self._signals.catch()

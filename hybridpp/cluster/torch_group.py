@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridpp.cluster.direct_exchange import DirectExchange, add_into_own, received_beside
-from hybridpp.cluster.exit_reports import ExitReason, no_exit_reason, timeout_error
+from hybridpp.cluster.exit_reports import NO_REPORT, ExitReason, no_exit_reason, timeout_error
 from hybridpp.cluster.pending import FilledFrom, Mapped, StagedCopy, WithResult
 from hybridpp.cluster.progress import Awaited, Progress
 from hybridpp.cluster.shared_memory import PendingSum, SharedMemoryGroup, connect, sum_in_order
@@ -72,6 +72,7 @@ class TorchGroup:
             self._shared_memory_group.tell_waits(self.progress, self.ranks, name)
         self.overlaps = self._shared_memory_group is None
         self._started = [0] * (1 + 2 * self.size)
+        self._exchanges: deque[DirectExchange] = deque()
         self._sums: deque[Work] = deque()
         # Through shared memory, with what each receives.
         self._small: deque[tuple[FilledFrom[Any] | PendingSum, int]] = deque()
@@ -104,6 +105,15 @@ class TorchGroup:
         self._started[counter] += 1
         if self.progress.observer is not None:
             self.progress.observer.started(self.name, kind, tensor.nbytes, peer)
+
+    def leave(self) -> None:
+        """Tell the other ranks, if they share memory, that this one leaves the job in order."""
+        if self._shared_memory_group is not None:
+            self._shared_memory_group.leave()
+
+    def has_left(self, peer: int) -> bool | None:
+        """Whether a member has left the job in order; None: nothing here would tell."""
+        return None if self._shared_memory_group is None else self._shared_memory_group.has_left(peer)
 
     def release(self) -> None:
         """Release the group's resources in this process; it cannot communicate afterwards. May be called again."""
@@ -152,7 +162,7 @@ class TorchGroup:
         if "imed out" in str(error) or "timeout caused" in str(error):
             return timeout_error(who, self._timeout_s, self.progress.location(), by_network=True)
         reasons = [text for text in map(self._exit_reason, others) if text]
-        why = " ".join(reasons) or "Its own error says why."
+        why = " ".join(reasons) or NO_REPORT
         return PeerError(f"{who} is gone: {str(error).splitlines()[0]}. {why}")
 
     def all_reduce(self, tensor: Tensor) -> Work:
@@ -275,7 +285,7 @@ class TorchGroup:
         return work
 
     def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> DirectExchange:
-        return DirectExchange(self._start, self.rank, outgoing, incoming)
+        return DirectExchange(self._start, self.rank, outgoing, incoming, self._exchanges)
 
     def _add_into_own(self, summands: Sequence[Tensor]) -> None:
         add_into_own(summands, self.rank)

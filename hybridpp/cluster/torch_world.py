@@ -21,6 +21,7 @@ from hybridpp.cluster.gather_numbers import gather_numbers
 from hybridpp.cluster.hang_report import group_key
 from hybridpp.cluster.missing_ranks import reporting_missing
 from hybridpp.cluster.patient_store import PATIENCE_S, SilentStoreError, ask
+from hybridpp.cluster.process_watch import ProcessWatch
 from hybridpp.cluster.progress import CONNECTION, Awaited, Progress
 from hybridpp.cluster.stop_request import StopRequest
 from hybridpp.cluster.torch_group import TorchGroup
@@ -47,6 +48,7 @@ class TorchWorld:
     Args:
         shared_memory: as in :class:`~hybridpp.cluster.torch_group.TorchGroup`, for all groups.
         local_rank: this process among those of its host; None: all ranks are on one host.
+        progress: what this rank is doing; None: it has done nothing yet.
 
     Attributes:
         process_group: the default group.
@@ -57,7 +59,9 @@ class TorchWorld:
         progress: what this rank is doing.
     """
 
-    def __init__(self, shared_memory: bool = True, local_rank: int | None = None) -> None:
+    def __init__(
+        self, shared_memory: bool = True, local_rank: int | None = None, progress: Progress | None = None
+    ) -> None:
         default = dist.group.WORLD
         assert default is not None, "the default group is initialised"
         self.process_group: dist.ProcessGroup | None = default
@@ -70,7 +74,8 @@ class TorchWorld:
         self.failures: FailureHook | None = None
         self.left: Callable[[], None] = lambda: None
         self.stop = StopRequest()
-        self.progress = Progress()
+        self.progress = Progress() if progress is None else progress
+        self._process_watch: ProcessWatch | None = None
         self._watchdog: Watchdog | None = None
         self._shared_memory = shared_memory
         self._control: TorchGroup | None = None
@@ -178,6 +183,30 @@ class TorchWorld:
         atexit.register(self._watchdog.stop)
         return self._watchdog
 
+    def watch_processes(self, watch: ProcessWatch, *, store_ends_with_rank_0: bool) -> None:
+        """Let a watch, which has begun, know how ranks end, until this one leaves the job.
+
+        Args:
+            watch: of this rank.
+            store_ends_with_rank_0: whether that rank hosts it.
+        """
+
+        def has_left(rank: int) -> bool:
+            is_seen = self.control().has_left(rank)
+            if is_seen is not None:
+                return is_seen
+            # What rank 0 reported is gone with it. A rank that waits for it notices its end by itself.
+            return (rank == 0 and store_ends_with_rank_0) or self.exit_reports.has_left(rank)
+
+        self._process_watch = watch
+        watch.joined(self.exit_reports.exit_reason, has_left)
+        atexit.register(watch.stop)
+
+    def tell_end(self) -> None:
+        """Tell the other ranks that this one leaves the job in order, also where the store ends with it."""
+        if self._control is not None:
+            self._control.leave()
+
     def _num_started(self) -> dict[str, int]:
         """How many collectives of each group this rank has started; called by the watchdog's thread."""
         groups = [self._control, *list(self._groups.values())]
@@ -185,11 +214,15 @@ class TorchWorld:
 
     def leave(self) -> None:
         """Leave the job, and release all resources of its groups in this process."""
+        if self._process_watch is not None:
+            atexit.unregister(self._process_watch.stop)
+            self._process_watch.stop()
         if self._watchdog is not None:
             atexit.unregister(self._watchdog.stop)
             self._watchdog.stop()
         error = sys.exception()
         if error is None:
+            self.tell_end()
             self.exit_reports.report_success()
             self.stop.notes.ended()
         # In a `finally` of a script that fails, it is printed when the store is gone.
@@ -224,9 +257,10 @@ class TorchWorld:
         others = tuple(rank for rank in range(self.size) if rank != self.rank and ranks != [self.rank])
         self.progress.begin_wait(lambda: Awaited(CONNECTION, others, ""))
         try:
-            group: dist.ProcessGroup = connected(
-                lambda: dist.new_group(ranks, timeout=self._timeout, **options), self._timeout
-            )
+            with self.progress.connecting():
+                group: dist.ProcessGroup = connected(
+                    lambda: dist.new_group(ranks, timeout=self._timeout, **options), self._timeout
+                )
             return group
         except (SilentStoreError, dist.DistStoreError) as error:
             raise PeerTimeoutError(
@@ -332,15 +366,15 @@ def _are_alike(rows: Sequence[Tensor], lists: Sequence[Sequence[int]]) -> bool:
 _job: TorchWorld | None = None
 
 
-def job_world(shared_memory: bool, local_rank: int | None = None) -> TorchWorld:
+def job_world(shared_memory: bool, local_rank: int | None = None, progress: Progress | None = None) -> TorchWorld:
     """The world of this process's job: a single object, like the default group of ``torch.distributed``.
 
     Args:
-        shared_memory, local_rank: as in :class:`TorchWorld`; read by the first call of a job.
+        shared_memory, local_rank, progress: as in :class:`TorchWorld`; read by the first call of a job.
     """
     global _job
     if _job is None or _job.process_group is not dist.group.WORLD:
-        _job = TorchWorld(shared_memory, local_rank)
+        _job = TorchWorld(shared_memory, local_rank, progress)
     return _job
 
 

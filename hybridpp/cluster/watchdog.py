@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
-from hybridpp.cluster.child_processes import kill_children
+from hybridpp.cluster.child_processes import end_process
 from hybridpp.cluster.exit_reports import ExitReason
 from hybridpp.cluster.hang_report import EXIT_CODE, SuspectFinding, Suspicion, WatchedState, find_suspect, report
 from hybridpp.cluster.progress import Awaited, Progress
@@ -289,11 +289,7 @@ class Watchdog:
         """End this process, and those of the host that cannot end themselves."""
         for process in silent:
             process.kill_with_stopped_children()
-        kill_children()
-        flush = threading.Thread(target=_flush, daemon=True)
-        flush.start()
-        flush.join(_LEAD_S)
-        os._exit(EXIT_CODE)
+        end_process(EXIT_CODE)
 
 
 def _seen_from_outside(process: RankProcess, stack_file: int, reason: str) -> SuspectFinding:
@@ -317,10 +313,3 @@ def _write(text: str) -> None:
     # In one call, so that other ranks' lines are not between; and past the stream, whose lock may be what hangs.
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.write(sys.stderr.fileno(), text.encode(errors="replace"))
-
-
-def _flush() -> None:
-    # What the main thread printed is otherwise lost; it may hold the lock of a stream for ever.
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()

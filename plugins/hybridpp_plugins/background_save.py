@@ -106,6 +106,7 @@ class BackgroundSave:
             few megabytes.
         described: what the rank contributes, given what it wrote.
         commit: called on rank 0 with what all ranks wrote and contribute, by rank.
+        is_lost: whether a rank of the job is gone, which will write nothing more.
 
     Attributes:
         outcome: how far this rank is; on rank 0, it is done when the checkpoint counts.
@@ -120,11 +121,12 @@ class BackgroundSave:
         write: Callable[[str, Callable[[], None]], WrittenFiles],
         described: Callable[[WrittenFiles], Mapping[str, Any]],
         commit: Callable[[Sequence[Mapping[str, Any]]], None],
+        is_lost: Callable[[], bool] = lambda: False,
     ):
         self._rank, self._size = saving.rank, saving.size
         self._folder, self._save_id, self._pace = folder, save_id, saving.pace()
         self._write: Callable[[str, Callable[[], None]], WrittenFiles] | None = write
-        self._described, self._commit = described, commit
+        self._described, self._commit, self._is_lost = described, commit, is_lost
         self.written = WrittenFiles({}, {})
         self.outcome = SaveOutcome.NONE
         self.failure: Exception | None = None
@@ -198,6 +200,8 @@ class BackgroundSave:
                     if seen == before:
                         raise CheckpointError(f"rank {len(parts)} has written nothing for {_TIMEOUT_S:.0f} s")
                     deadline = time.monotonic() + _TIMEOUT_S
+                if self._is_lost() and not path.exists():
+                    raise _CancelledSave
                 if self._cancelled.wait(_REMOTE_POLL_S if isinstance(path, RemotePath) else _POLL_S):
                     raise _CancelledSave
                 continue

@@ -102,7 +102,7 @@ class BoostedModels(
     @property
     def interrupted(self) -> bool:
         """See :attr:`hybridpp.Booster.interrupted`."""
-        return bool(self.layout.world.stop.agreed)
+        return self.layout.world.stop.is_agreed
 
     @_in_section("setup", "plugin.close")
     def close(self) -> None:

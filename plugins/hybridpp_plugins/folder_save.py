@@ -110,6 +110,7 @@ class FolderSave:
             lambda prefix, after_block: write_images(self._folder, prefix, images, after_block),
             self._part,
             commit_rows,
+            lambda: bool(self._layout.world.progress.lost),
         )
         self._layout.world.progress.in_background = background.awaited
         return StartedSave(background, lambda: self._finish(background))

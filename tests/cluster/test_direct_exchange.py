@@ -1,5 +1,6 @@
 """Large collectives over gloo go from rank to rank, and add in rank order."""
 
+import time
 from functools import partial
 
 import pytest
@@ -117,3 +118,18 @@ def _alone():
 
 def test_one_rank_keeps_what_it_has():
     assert run_ranks(_alone, 1) == [[0.0, 1.0, 2.0, 3.0]]
+
+
+def test_an_exchange_that_nobody_waits_for_takes_its_messages(monkeypatch):
+    """As where a batch was read ahead by an iterator that is gone: the next exchange gets its own."""
+    monkeypatch.setenv("HYBRIDPP_SHARED_MEMORY", "0")
+
+    def run():
+        group = current_world().control()
+        if group.rank:
+            time.sleep(0.3)  # so that the first exchange of rank 0 is gone before its messages come
+        group.start_all_gather(torch.tensor([1.0 + group.rank]))
+        found = [torch.cat(group.all_gather(torch.tensor([10.0 * n + group.rank]))).tolist() for n in (1, 2)]
+        return found, len(group._exchanges)
+
+    assert run_ranks(run, 2, timeout_s=30, wait_s=10) == [([[10.0, 11.0], [20.0, 21.0]], 0)] * 2

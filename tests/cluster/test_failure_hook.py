@@ -11,6 +11,7 @@ from hybridpp.cluster import failure_hook
 from hybridpp.cluster.exit_reports import ExitReports
 from hybridpp.cluster.failure_hook import FailureHook, FailureOptions, Telling, is_of_peer
 from hybridpp.cluster.launcher_notes import LauncherNotes, num_ended
+from hybridpp.cluster.progress import Progress
 from hybridpp.cluster.stop_request import StopRequest
 from hybridpp.errors import ConfigError, DataError, PeerError, PeerTimeoutError
 
@@ -128,7 +129,7 @@ def test_a_rank_that_has_failed_catches_no_signals(capsys):
         def ignore(self):
             released.append(True)
 
-    hook.joined(hook.reports, Stop())
+    hook.joined(hook.reports, Stop(), Progress())
     try:
         printed(capsys, (hook, ConfigError("a")))
     finally:

@@ -1,4 +1,5 @@
 import gc
+import json
 import logging
 import re
 import socket
@@ -11,6 +12,7 @@ from processes import free_port
 from torch.distributed import HashStore, TCPStore
 
 from hybridpp.cluster import rendezvous
+from hybridpp.cluster.rank_process import RankProcess
 from hybridpp.cluster.rendezvous import Entry, StoreAddress, list_ranks, wait_for_ranks
 from hybridpp.errors import LaunchError
 
@@ -185,3 +187,19 @@ def test_a_store_that_is_cut_off_while_ranks_meet_ends_the_wait(monkeypatch):
     monkeypatch.setattr(rendezvous, "_GRACE_S", 0.0)
     with pytest.raises(LaunchError, match=r"^rank 1 reached the store of the job at node0:1, which has not answered"):
         wait_for_ranks(StoreAddress("node0", 1), 1, 2, Entry(settings=settings()), 0.05)
+
+
+def test_a_rank_that_ended_while_ranks_meet_is_named_to_late_ones_too(port):
+    address, ended = StoreAddress("127.0.0.1", port), RankProcess("node1", RankProcess.own().view, 2**22 + 1, "7")
+
+    def killed():
+        store = rendezvous.PrefixStore("hybridpp", address.open(1, 60.0))
+        key = f"reply to request {store.add('requests', 1)}"
+        store.set(f"{store.get(key).decode()}/settings of rank 1", json.dumps([settings(), None, ended]))
+
+    def late():
+        time.sleep(1.5)
+        return joining(address, 2, 3)()
+
+    found = on_threads(joining(address, 0, 3), killed, late)
+    refused([found[0], found[2]], r"rank 1 \(process 4194305 on node1\) has ended before all ranks had come\. Its own ")

@@ -16,6 +16,7 @@ from torch import nn
 
 from hybridpp import DistCoordinator, HybridParallelPlugin, launch
 from hybridpp.cluster import current_world, missing_ranks
+from hybridpp.cluster.exit_reports import NO_REPORT
 from hybridpp.errors import HybridppError, PeerError
 
 RAISE_IT = "raise timeout_s of launch_from_torch or launch."
@@ -124,7 +125,7 @@ def test_a_rank_that_dies_before_its_plugin_is_named(tmp_path, has_store):
     with pytest.raises(RankFailed, match="rank 1 died"):
         run_ranks(run, 2)
     text, *note = (tmp_path / "seen").read_text().splitlines()
-    assert text == "rank 1 (group all ranks) is gone: its process has ended. Its own error says why."
+    assert text == f"rank 1 (group all ranks) is gone: its process has ended. {NO_REPORT}"
     assert note == ([f"hybridpp: rank 0 waited for {MISSING}."] if has_store else [])
 
 
@@ -162,4 +163,4 @@ def test_a_save_on_the_master_alone_is_told_from_a_death(tmp_path, destroys):
     text = run_ranks(run, 2)[0]
     assert "Rank 1 left the job without an error: its script ended, or it called destroy()." in text
     assert "put no `if coordinator.is_master()` around booster.save_model" in text
-    assert "Its own error says why" not in text
+    assert NO_REPORT not in text

@@ -35,6 +35,17 @@ class SharedMemoryGroup:
             if link is not None:
                 link.progress, link.awaited = progress, Awaited("a message", (rank,), name)
 
+    def leave(self) -> None:
+        """Tell all other ranks that this one leaves the job in order."""
+        for link in self._links:
+            if link is not None:
+                link.leave()
+
+    def has_left(self, peer: int) -> bool:
+        """Whether another rank has left the job in order."""
+        link = self._links[peer]
+        return link is not None and link.has_left
+
     def close(self) -> None:
         """Close every link; may be called again. Peers can still read sent messages."""
         for link in self._links:

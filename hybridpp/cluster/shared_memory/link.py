@@ -17,7 +17,7 @@ from contextlib import ExitStack
 
 from torch import Tensor
 
-from hybridpp.cluster.exit_reports import timeout_error
+from hybridpp.cluster.exit_reports import NO_REPORT, timeout_error
 from hybridpp.cluster.progress import Awaited, Progress
 from hybridpp.cluster.shared_memory.message_log import Channel, Inbox, Outbox
 from hybridpp.cluster.shared_memory.peer_process import PeerProcess, no_descriptors
@@ -151,6 +151,16 @@ class Link:
             assert self._inbox is not None
         return self._inbox
 
+    def leave(self) -> None:
+        """Tell the peer that this rank leaves the job in order; nothing is waited for."""
+        if self._close.alive:
+            self._outbox.leave()
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the peer has left the job in order."""
+        return self._inbox is not None and self._why_closed is None and self._inbox.has_left
+
     def close(self) -> None:
         """Release connection and memory; may be called again. The peer can still read sent messages.
 
@@ -202,6 +212,8 @@ class Link:
                 return
             if has_ended:
                 raise self._is_gone()
+            if self.progress.lost:  # what the peer waits for, itself or through others
+                raise PeerError(self.progress.lost)
             left = until - time.monotonic()
             if left <= 0:
                 raise timeout_error(self._peer, timeout_s, self.progress.location())
@@ -217,12 +229,12 @@ class Link:
 
     def _is_gone(self) -> PeerError:
         why = self._exit_reason()
-        if self._inbox is not None and self._inbox.is_closed:
+        if self._inbox is not None and (self._inbox.is_closed or (self._inbox.has_left and not why)):
             return PeerError(
                 f"{self._peer} has closed its end of this group, and this rank has not. All ranks must call together "
                 f"what communicates, and give a group back after that. {why}".rstrip()
             )
-        return PeerError(f"{self._peer} is gone: its process has ended. {why or 'Its own error says why.'}")
+        return PeerError(f"{self._peer} is gone: its process has ended. {why or NO_REPORT}")
 
 
 # Links of this process. In a forked one (a data loader's worker) they would keep connections open that the parent

@@ -20,6 +20,8 @@ _RECORDS_PER_PAGE = _NUM_WORDS // 2 - 1
 _NEXT_PAGE = _NUM_WORDS - 2
 # Indices of the counts; requests are counted per channel.
 _NUM_SENT, _NUM_TAKEN, _CLOSED, _NUM_ASKED = range(4)
+# Bits of _CLOSED: the group was released; the process has left the job.
+_RELEASED, _LEFT = 1, 2
 
 
 class Channel(IntEnum):
@@ -98,7 +100,11 @@ class Outbox:
 
     def end(self) -> None:
         """Publish that this end is closed in order."""
-        self._counts[_CLOSED] = 1
+        self._counts[_CLOSED] |= _RELEASED
+
+    def leave(self) -> None:
+        """Publish that this process leaves the job in order."""
+        self._counts[_CLOSED] |= _LEFT
 
     def close(self) -> None:
         """Release the memory. The peer's mapping stays valid."""
@@ -174,7 +180,12 @@ class Inbox:
     @property
     def is_closed(self) -> bool:
         """Whether the peer has closed its end, in order."""
-        return bool(self._counts[_CLOSED])
+        return bool(self._counts[_CLOSED] & _RELEASED)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the peer's process has left the job in order."""
+        return bool(self._counts[_CLOSED] & _LEFT)
 
     def close(self) -> None:
         """Release the memory."""

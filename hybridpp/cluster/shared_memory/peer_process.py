@@ -7,6 +7,7 @@ import select
 import socket
 import struct
 
+from hybridpp.cluster.exit_reports import NO_REPORT
 from hybridpp.errors import PeerError, ResourceError
 
 # The first bytes on a connection, sent with a descriptor. Later bytes only wake the peer.
@@ -107,7 +108,7 @@ class PeerProcess:
         if flags & socket.MSG_CTRUNC and not descriptors:
             raise no_descriptors()
         if not received:
-            raise PeerError(f"{peer} is gone: its process has ended. Its own error says why.")
+            raise PeerError(f"{peer} is gone: its process has ended. {NO_REPORT}")
         raise PeerError(f"{peer} did not greet as a rank does. Start all ranks with one version of hybridpp.")
 
     def sleep_until_greeted(self, seconds: float) -> None:
