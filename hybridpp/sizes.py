@@ -1,4 +1,4 @@
-"""Memory sizes as text: ``16GiB``."""
+"""Sizes: of memory, as text (``16GiB``), and the largest of a schedule."""
 
 import re
 from fractions import Fraction
@@ -9,6 +9,10 @@ from hybridpp.errors import ConfigError
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _FACTORS = {unit.lower(): 1024**power for power, unit in enumerate(_UNITS)}
 _FACTORS |= {unit.replace("i", "").lower(): 1000**power for power, unit in enumerate(_UNITS)}
+
+
+MAX_PASSES = 2**17
+"""How many forward passes a schedule may have, over all of its stages: it is made and checked action by action."""
 
 
 def parse_bytes(name: str, value: Any) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from hybridpp.config.base import ConfigBase
 from hybridpp.errors import ConfigError
+from hybridpp.sizes import MAX_PASSES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +135,11 @@ class PipelineConfig(ConfigBase):
             value = getattr(self, name)
             if value is not None and not (_is_count(value) and value >= 1):
                 raise ConfigError(f"{name} must be an integer of at least 1: got {name}={value!r}.")
+        if self.num_microbatches is not None and self.num_microbatches > MAX_PASSES:
+            raise ConfigError(
+                f"num_microbatches must be at most {MAX_PASSES}, as a schedule is planned action by action: got "
+                f"num_microbatches={self.num_microbatches}. Use fewer, of more samples each."
+            )
         chunks = self.num_model_chunks
         if chunks is not None and not (_is_count(chunks) and chunks >= 1):
             raise ConfigError(f"num_model_chunks must be an integer of at least 1: got num_model_chunks={chunks!r}.")

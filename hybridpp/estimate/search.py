@@ -3,6 +3,7 @@
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import isqrt
 from typing import Any
 
 from hybridpp.errors import ConfigError, HybridppError
@@ -10,6 +11,8 @@ from hybridpp.estimate.layout_estimate import JobSizes, LayoutEstimate, LayoutEs
 from hybridpp.schedule import SCHEDULES
 
 _LARGEST_MICROBATCH = 16
+# All divisors of these numbers are looked at.
+_MOST = 2**32
 # Of layouts that are too large by themselves, so many are estimated to name the nearest.
 _NUM_NEAREST = 12
 
@@ -43,6 +46,9 @@ class SearchSpace:
         for name in ("num_devices", "global_batch", "memory_bytes", "num_kept"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1: got {getattr(self, name)}.")
+        for name in ("num_devices", "global_batch"):
+            if getattr(self, name) > _MOST:
+                raise ConfigError(f"{name} must be at most {_MOST}: got {getattr(self, name)}.")
         unknown = [name for name in self.schedules if name not in SCHEDULES]
         if unknown:
             raise ConfigError(f"unknown schedule {unknown[0]!r}: the schedules are {', '.join(SCHEDULES)}.")
@@ -217,7 +223,8 @@ def _settings(
 
 
 def _divisors(number: int) -> list[int]:
-    return [one for one in range(1, number + 1) if number % one == 0]
+    small = [one for one in range(1, isqrt(number) + 1) if number % one == 0]
+    return sorted({*small, *(number // one for one in small)})
 
 
 def _nothing_divides(space: SearchSpace) -> str:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from hybridpp.errors import ScheduleError
 from hybridpp.schedule.action import Programs
 from hybridpp.schedule.building_block import v_half, v_min
+from hybridpp.schedule.counts import check_counts
 from hybridpp.schedule.eager_1f1b import eager_1f1b
 from hybridpp.schedule.gpipe import gpipe
 from hybridpp.schedule.interleaved import interleaved
@@ -190,4 +191,6 @@ def stages_placement(name: str, num_ranks: int, num_chunks: int | None = None) -
         ScheduleError: the name is unknown, or the schedule does not allow this number of chunks.
     """
     entry = find_schedule(name)
-    return entry.placement(num_ranks, entry.choose_chunks(num_chunks))
+    chunks = entry.choose_chunks(num_chunks)
+    check_counts(num_ranks=num_ranks, num_chunks=chunks)
+    return entry.placement(num_ranks, chunks)

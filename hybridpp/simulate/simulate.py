@@ -56,6 +56,11 @@ def simulate(programs: Programs, costs: Costs, num_steps: int = 1, *, barrier: b
     _check(programs, costs)
     if num_steps < 1:
         raise ConfigError(f"num_steps must be at least 1: got {num_steps}.")
+    if num_steps * (num_actions := sum(map(len, programs))) > _MAX_ACTIONS:
+        raise ConfigError(
+            f"at most {_MAX_ACTIONS} actions are simulated: got num_steps={num_steps} of {num_actions} actions each. "
+            f"Use at most {max(1, _MAX_ACTIONS // num_actions)} steps."
+        )
 
     def compute_ms(action: Action) -> float:
         return costs.compute_ms(action.stage, action.kind)
@@ -181,6 +186,8 @@ def _spans(
 
 
 # The consumer's stage relative to the producer's, and the kind of the message.
+# Each takes some microseconds and a kilobyte.
+_MAX_ACTIONS = 2**21
 _SENDS = {
     ActionKind.FORWARD: (1, ActionKind.SEND_ACTIVATION),
     ActionKind.BACKWARD: (-1, ActionKind.SEND_GRADIENT),

@@ -29,6 +29,12 @@ from hybridpp.config import PipelineConfig, PipelineGradientCheckpointConfig
         ),
         (
             PipelineConfig,
+            {"num_microbatches": 10**30},
+            f"num_microbatches must be at most {2**17}, as a schedule is planned action by action: got "
+            f"num_microbatches={10**30}. Use fewer, of more samples each.",
+        ),
+        (
+            PipelineConfig,
             {"microbatch_size": 1.5},
             "microbatch_size must be an integer of at least 1: got microbatch_size=1.5.",
         ),

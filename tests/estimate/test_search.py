@@ -102,6 +102,7 @@ def test_a_batch_that_no_layout_divides_is_refused():
     ("wrong", "message"),
     [
         ({"num_devices": 0}, "num_devices must be at least 1: got 0."),
+        ({"global_batch": 10**30}, f"global_batch must be at most {2**32}: got {10**30}."),
         ({"schedules": ("2f2b",)}, "unknown schedule '2f2b': the schedules are gpipe"),
     ],
 )

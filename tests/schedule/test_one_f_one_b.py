@@ -6,7 +6,15 @@ from covering import one_test_for
 from schedule.oracle import SIZES, idle_share
 
 from hybridpp.errors import ScheduleError
-from hybridpp.schedule import check_program, one_f_one_b, peak_activations, render
+from hybridpp.schedule import (
+    SCHEDULES,
+    check_program,
+    make_schedule,
+    one_f_one_b,
+    peak_activations,
+    render,
+    stages_placement,
+)
 
 
 def test_one_stage_has_one_microbatch_at_a_time():
@@ -51,3 +59,12 @@ def test_counts_below_one(p, m):
     text = f"a schedule needs every count to be at least 1: got num_ranks={p}, num_microbatches={m}."
     with pytest.raises(ScheduleError, match=f"^{re.escape(text)}$"):
         one_f_one_b(p, m)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_counts_with_which_planning_would_not_end(name):
+    for sizes in ((4, 10**30), (10**30, 4)):
+        with pytest.raises(ScheduleError, match=f"a schedule has at most {2**17} forward passes, over all stages "):
+            make_schedule(name, *sizes)
+    with pytest.raises(ScheduleError, match="Use fewer micro-batches, of more samples each; several calls of a step "):
+        stages_placement(name, 10**30)

@@ -217,6 +217,9 @@ def test_several_steps_hold_what_one_holds_and_take_no_longer(name, barrier):
 def test_no_step_is_refused():
     with pytest.raises(ConfigError, match=re.escape("num_steps must be at least 1: got 0.")):
         simulate(one_f_one_b(2, 2), Costs(num_stages=2), 0)
+    text = f"at most {2**21} actions are simulated: got num_steps={10**9} of 8 actions each. Use at most {2**18} steps."
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        simulate(one_f_one_b(2, 2), Costs(num_stages=2), 10**9)
 
 
 def test_a_heavier_last_stage_costs_zero_bubble_v_most_of_what_it_gains():
