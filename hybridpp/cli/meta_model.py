@@ -7,7 +7,7 @@ from typing import TypeAlias, cast
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, PreTrainedConfig
 
 from hybridpp.errors import ConfigError
 
@@ -50,9 +50,6 @@ def build(config: PreTrainedConfig, task: str | None = None) -> nn.Module:
     try:
         with torch.device("meta"):
             model = factory(config)
-        if isinstance(model, PreTrainedModel) and model._can_set_experts_implementation():
-            # The implementation that fake tensors support in every format.
-            model.set_experts_implementation("batched_mm")
     except Exception as error:  # whatever a model's constructor raises
         raise ConfigError(f"no model can be built from this {type(config).__name__}: {_first_line(error)}") from error
     return model.eval()

@@ -2,6 +2,7 @@
 
 from hybridpp.estimate.allocations import Allocation, AllocationLog
 from hybridpp.estimate.comparison import plugin_call, plugin_keywords, why_slower
+from hybridpp.estimate.cuda_attention import CudaAttention
 from hybridpp.estimate.devices import DEVICES, DeviceProfile, find_device, with_links
 from hybridpp.nn.hollow import Hollow
 from hybridpp.estimate.layout_estimate import (
@@ -40,6 +41,7 @@ __all__ = [
     "DEVICES",
     "Allocation",
     "AllocationLog",
+    "CudaAttention",
     "DeviceProfile",
     "EstimateInput",
     "EstimatesLayouts",

@@ -4,9 +4,12 @@ A fake tensor (as in a trace) is another class, and code that asks for a tensor'
 ways on it. A hollow tensor is a plain tensor whose memory nobody has touched: the operating system gives such memory
 when it is first written to, so it takes none. Operators on hollow tensors are not run. Their results have the sizes
 that torch's meta kernels say, and are hollow, too. All other operators run: what is made of the inputs (masks, position
-numbers) has its values, so code that branches on them goes the way that it will go.
+numbers) has its values, so code that branches on them goes the way that it will go. So have the indices of the largest
+elements of a hollow tensor, by which tokens are routed to experts: each element of a row is chosen as often as any
+other, so all experts get as many tokens.
 """
 
+import math
 import mmap
 import weakref
 from collections.abc import Callable
@@ -20,6 +23,7 @@ from hybridpp.nn.torch_private import (
     UNDECLARED_VIEWS,
     OpOverload,
     TorchDispatchMode,
+    grouped_product_without_values,
     place_of,
     schema_of,
     storage_id,
@@ -42,6 +46,8 @@ _ZEROS = {_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default
 _LEAST_ZEROS = 2**24
 _FACTORIES = (_aten.empty.memory_format, _aten.empty_strided.default, _aten.zeros.default)
 _SAME = object()
+# What finds the largest elements along a dimension, with the position of this argument.
+_CHOOSERS = {_aten.topk.default: 2, _aten.sort.default: 1, _aten.sort.stable: 1, _aten.max.dim: 1, _aten.argmax.default: 1}
 
 
 class Hollow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
@@ -94,19 +100,32 @@ class Hollow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
         return self._make(spec)
 
     def _result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is _aten.index.Tensor:
+            args = (args[0], self._positions(args[1]))
         try:
             spec = self._spec(func, args, kwargs)
         except (NotImplementedError, RuntimeError):
             # It has no meta kernel, or the size of its result depends on values: those are zero here.
             return self._marked(func(*args, **kwargs))
-        return self._built(spec)
+        result = self._built(spec)
+        return _with_balanced_indices(func, args, kwargs, result) if func in _CHOOSERS else result
+
+    def _positions(self, indices: Any) -> list[Any]:
+        """Indices with the positions of what a mask that has values selects, so that the size of the result is known."""
+        found: list[Any] = []
+        for one in indices:
+            is_mask = isinstance(one, Tensor) and one.dtype is torch.bool and not self.is_hollow(one)
+            found += one.nonzero().unbind(1) if is_mask else [one]
+        return found
 
     def _spec(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the operator returns, with a :class:`_Spec` for each tensor."""
         key = (func, _key(args), _key(kwargs))
         known = self._known.get(key, _SAME)
         if known is _SAME:
-            meta = func(*_on_meta(args), **_on_meta(kwargs), **_on_meta_device(func, kwargs))
+            on_meta = _on_meta(args), {**_on_meta(kwargs), **_on_meta_device(func, kwargs)}
+            meta = grouped_product_without_values(func, *on_meta)
+            meta = func(*on_meta[0], **on_meta[1]) if meta is None else meta
             known = self._known[key] = _specs(meta)
         return known
 
@@ -145,6 +164,26 @@ class _Spec:
         reach = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
         self.num_elements = reach + 1 if tensor.numel() else 0
         self.num_bytes = self.num_elements * tensor.dtype.itemsize
+
+
+def _with_balanced_indices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """What an operator returns that finds the largest elements, with indices among which all occur equally often."""
+    place = _CHOOSERS[func]
+    dim = kwargs.get("dim", args[place] if place < len(args) else None if func is _aten.argmax.default else -1)
+    is_pair = isinstance(result, tuple | list)
+    indices = result[1] if is_pair else result
+    if dim is None or not args[0].dim():
+        return result
+    size = args[0].shape[dim]
+    shape = list(args[0].shape)
+    count = shape[dim] = indices.shape[dim] if indices.dim() == args[0].dim() else 1
+    num_rows = math.prod(shape) // max(count, 1)
+    # Of a row that is sorted, any number of the first may be taken.
+    step = count if count < size else 1
+    chosen = (step * torch.arange(num_rows)[:, None] + torch.arange(count)) % max(size, 1)
+    rows = [length for at, length in enumerate(shape) if at != dim % len(shape)]
+    chosen = chosen.view(*rows, count).movedim(-1, dim).reshape(indices.shape)
+    return type(result)((result[0], chosen)) if is_pair else chosen
 
 
 def _untouched(num_bytes: int) -> mmap.mmap:

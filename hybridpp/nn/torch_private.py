@@ -16,7 +16,7 @@ from datetime import timedelta
 from functools import partial
 from multiprocessing.process import BaseProcess
 from operator import attrgetter, methodcaller
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -59,6 +59,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter as BaseDataLoaderIte
 
 __all__ = [
     "APPLY",
+    "ATTENTION_BACKWARD_OPS",
     "ATTENTION_OPS",
     "BUFFERS",
     "CALL",
@@ -78,6 +79,7 @@ __all__ = [
     "DataDependentOutputException",
     "DisableTorchFunctionSubclass",
     "DynamicOutputShapeException",
+    "FakeMode",
     "FakeSpec",
     "FakeTensor",
     "FakeTensorMode",
@@ -111,6 +113,8 @@ __all__ = [
     "dataset_of",
     "default_store",
     "drop_accumulated_hooks",
+    "efficient_attention",
+    "flash_attention",
     "foreach_add_",
     "foreach_copy_",
     "foreach_norm",
@@ -119,6 +123,7 @@ __all__ = [
     "forward_pre_hooks_of",
     "function_of",
     "gradient_hooks_of_module",
+    "grouped_product_without_values",
     "has_compatible_memory",
     "has_no_data",
     "index_sampler_of",
@@ -235,12 +240,21 @@ make_wrapper_subclass: Callable[..., Tensor] = Tensor._make_wrapper_subclass
 foreach_norm, foreach_add_, foreach_copy_ = torch._foreach_norm, torch._foreach_add_, torch._foreach_copy_
 assert_async = torch._assert_async
 unsafe_view: Callable[[Tensor, torch.Size], Tensor] = torch.ops.aten._unsafe_view.default
-ATTENTION_OPS = (
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
-    torch.ops.aten._scaled_dot_product_flash_attention,
-    torch.ops.aten._scaled_dot_product_efficient_attention,
-    torch.ops.aten._scaled_dot_product_cudnn_attention,
-)
+# With the position of the argument ``is_causal``.
+ATTENTION_OPS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: 4,
+    torch.ops.aten._scaled_dot_product_flash_attention: 4,
+    torch.ops.aten._scaled_dot_product_efficient_attention: 6,
+    torch.ops.aten._scaled_dot_product_cudnn_attention: 6,
+}
+ATTENTION_BACKWARD_OPS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: 7,
+    torch.ops.aten._scaled_dot_product_flash_attention_backward: 11,
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward: 11,
+    torch.ops.aten._scaled_dot_product_cudnn_attention_backward: 14,
+}
+flash_attention: Callable[..., tuple[Any, ...]] = torch.ops.aten._scaled_dot_product_flash_attention.default
+efficient_attention: Callable[..., tuple[Any, ...]] = torch.ops.aten._scaled_dot_product_efficient_attention.default
 GROUPED_MM = torch.ops.aten._grouped_mm
 # Operators whose results share memory with their argument, which their schema does not say.
 UNDECLARED_VIEWS = frozenset(
@@ -298,6 +312,36 @@ def storage_id(tensor: Tensor) -> int:
 def place_of(storage: torch.UntypedStorage) -> int:
     """The same as :func:`storage_id` of a tensor in this storage."""
     return int(storage._cdata)
+
+
+def grouped_product_without_values(
+    operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor | None:
+    """The result of a grouped matrix product of tensors without values; None: torch (2.13) has a kernel for that.
+
+    There are none for other formats than bf16, which the kernels with values take.
+    """
+    if operator is not GROUPED_MM.default or args[0].dtype is torch.bfloat16:
+        return None
+    first, second, *others = args
+    ends = others[0] if others else kwargs.get("offs")
+    shape = {
+        (2, 2): (0 if ends is None else len(ends), len(first), second.shape[-1]),
+        (2, 3): (len(first), second.shape[-1]),
+        (3, 2): (first.shape[-2], second.shape[-1]),
+        (3, 3): (*first.shape[:-1], second.shape[-1]),
+    }[first.dim(), second.dim()]
+    return cast(Tensor, first.new_empty(shape, dtype=kwargs.get("out_dtype")))
+
+
+class FakeMode(FakeTensorMode):
+    """Fakes that can be multiplied in groups in every format."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        product = grouped_product_without_values(func, args, kwargs or {})
+        return super().__torch_dispatch__(func, types, args, kwargs) if product is None else product
 
 
 def version_or_none(tensor: Tensor) -> int | None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hybridpp.nn import walk
 from hybridpp.nn.snapshot import preserved_modules
-from hybridpp.nn.torch_private import FAKE_TENSOR_LOG, FakeSpec, FakeTensorMode, buffers_of, parameters_of
+from hybridpp.nn.torch_private import FAKE_TENSOR_LOG, FakeMode, FakeSpec, FakeTensorMode, buffers_of, parameters_of
 from hybridpp.partition.absent import AbsentTensor
 
 
@@ -55,7 +55,7 @@ class Fakes:
 
     @cached_property
     def _mode(self) -> FakeTensorMode:
-        return FakeTensorMode(allow_non_fake_inputs=True)
+        return FakeMode(allow_non_fake_inputs=True)
 
     def _fake(self, number: int) -> Tensor:
         if number not in self._made:

@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch.utils.flop_counter import FlopCounterMode
 
-from hybridpp.nn.torch_private import ATTENTION_OPS, GROUPED_MM, OpOverload, TorchDispatchMode, is_composite
+from hybridpp.nn.torch_private import ATTENTION_BACKWARD_OPS, ATTENTION_OPS, GROUPED_MM, OpOverload, TorchDispatchMode, is_composite
 
 
 class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
@@ -14,7 +15,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
     Torch's counter (2.13) takes a third of the time of a block on fakes, nearly all of it for operators that it does
     not count, so it gets composite operators only. Its count for attention refuses fewer heads of keys than of
-    queries, so all attention is counted here.
+    queries, and counts the keys that a causal kernel leaves out, so all attention is counted here.
     """
 
     supports_higher_order_operators = True
@@ -74,11 +75,34 @@ def _FREE(*_: Any, **__: Any) -> int:
     return 0
 
 
-def _attention_flops(
-    query_shape: Sequence[int], key_shape: Sequence[int], value_shape: Sequence[int], *_: Any, **__: Any
+def _attention_flops(causal_at: int, *shapes: Any, is_causal: bool | None = None, **_: Any) -> int:
+    """Of attention: queries times keys, then weights times values.
+
+    Args:
+        causal_at: position of the argument that says whether later keys are left out.
+        shapes: of queries, keys and values, ``[batch, heads, sequence, width]``; then other arguments.
+        is_causal: that argument, where it was given by name.
+    """
+    query, key, value = shapes[:3]
+    return 2 * _num_pairs(query, key, is_causal, causal_at, shapes) * (query[3] + value[3])
+
+
+def _attention_backward_flops(causal_at: int, *shapes: Any, is_causal: bool | None = None, **_: Any) -> int:
+    """Of its backward pass, which computes the weights again: three products as wide as keys, two as wide as values."""
+    _, query, key, value = shapes[:4]
+    return 2 * _num_pairs(query, key, is_causal, causal_at, shapes) * (3 * query[3] + 2 * value[3])
+
+
+def _num_pairs(
+    query: Sequence[int], key: Sequence[int], is_causal: bool | None, causal_at: int, given: Sequence[Any]
 ) -> int:
-    # Shapes are [batch, heads, sequence, width]: queries times keys, then weights times values.
-    return 2 * math.prod(query_shape[:3]) * key_shape[2] * (query_shape[3] + value_shape[3])
+    """Pairs of a query and a key for which kernels compute something."""
+    if is_causal is None:
+        is_causal = len(given) > causal_at and bool(given[causal_at])
+    queries, keys = query[2], key[2]
+    seen = min(queries, keys)
+    pairs = seen * (seen + 1) // 2 + (queries - seen) * keys if is_causal else queries * keys
+    return math.prod(query[:2]) * pairs
 
 
 def _grouped_flops(first_shape: Sequence[int], second_shape: Sequence[int], *_: Any, **__: Any) -> int:
@@ -87,6 +111,10 @@ def _grouped_flops(first_shape: Sequence[int], second_shape: Sequence[int], *_: 
     return 2 * math.prod(first_shape) * second_shape[-1] // repeated
 
 
-_COUNTS = dict.fromkeys(ATTENTION_OPS, _attention_flops) | {GROUPED_MM: _grouped_flops}
+_COUNTS = {
+    **{op: partial(_attention_flops, causal_at) for op, causal_at in ATTENTION_OPS.items()},
+    **{op: partial(_attention_backward_flops, causal_at) for op, causal_at in ATTENTION_BACKWARD_OPS.items()},
+    GROUPED_MM: _grouped_flops,
+}
 # The count of each operator seen so far; it depends on torch only.
 _KINDS: dict[Any, Callable[..., int]] = {}

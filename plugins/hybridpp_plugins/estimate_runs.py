@@ -4,6 +4,7 @@ import copy
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
@@ -16,6 +17,7 @@ from hybridpp.cluster import preserved_random_state
 from hybridpp.config import ParallelConfig, PartitionConfig, Precision
 from hybridpp.errors import ConfigError, HybridppError
 from hybridpp.estimate import (
+    CudaAttention,
     Hollow,
     ModelRun,
     OpLog,
@@ -222,7 +224,8 @@ class EstimateRuns:
             recomputed=kind.recomputed,
             splits=kind.splits,
         )
-        with Hollow(), preserved_random_state(_CPU):
+        attention = nullcontext() if self._device == "cpu" else CudaAttention()
+        with Hollow(), preserved_random_state(_CPU), attention:
             rank = SoloRank(adapter, applied_tp, settings, SoloGroup(1))
             rank.pass_ended = lambda: passes.append(log.event if log else 0)
             rank.after_backward = lambda: ends.append(log.event if log else 0)

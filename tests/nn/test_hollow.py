@@ -100,3 +100,47 @@ def test_results_have_the_sizes_and_formats_of_real_ones(function):
     expected = described(function(torch.zeros(4, 8)))
     with Hollow():
         assert described(function(torch.empty(4, 8))) == expected
+
+
+@pytest.mark.parametrize(
+    ("choose", "size"),
+    [
+        (lambda scores: scores.topk(2, dim=-1)[1], 2),
+        (lambda scores: scores.softmax(-1).topk(2)[1], 2),
+        (lambda scores: scores.sort(dim=1, descending=True)[1][:, :3], 3),
+        (lambda scores: scores.argsort(dim=-1, stable=True)[:, :3], 3),
+        (lambda scores: scores.max(dim=-1)[1], 1),
+        (lambda scores: scores.t().max(0, keepdim=True)[1], 1),
+        (lambda scores: scores.argmax(-1), 1),
+    ],
+)
+def test_the_largest_elements_of_hollow_rows_are_spread_over_all(choose, size):
+    with Hollow() as hollow:
+        chosen = choose(torch.empty(64, 8))
+        assert not hollow.is_hollow(chosen)
+    assert torch.bincount(chosen.flatten(), minlength=8).tolist() == [64 * size // 8] * 8
+    assert size == 1 or all(len(set(row)) == size for row in chosen.tolist())
+
+
+def test_what_is_chosen_of_hollow_rows_has_a_size():
+    with Hollow() as hollow:
+        hidden, scores = torch.empty(64, 300), torch.empty(64, 8)
+        best = scores.topk(2)[1]
+        own = (best == 3).any(-1)
+        assert hidden[own].shape == hidden[torch.where(own)].shape == (16, 300)
+        assert hollow.is_hollow(hidden[own])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_experts_in_groups_take_no_memory_in_any_format(dtype):
+    with Hollow() as hollow:
+        rows = torch.empty(64, 4096, dtype=dtype, requires_grad=True)
+        weights = torch.empty(16, 2**15, 4096, dtype=dtype, requires_grad=True)  # 4 to 8 GiB
+        ends = torch.arange(4, 68, 4, dtype=torch.int32)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        product = torch.nn.functional.grouped_mm(rows, weights.transpose(-2, -1), offs=ends)
+        assert (product.shape, product.dtype) == ((64, 2**15), dtype)
+        (product * product).sum().backward()
+        assert hollow.is_hollow(weights.grad)
+        assert weights.grad.dtype == dtype
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 2**10  # KiB

@@ -153,7 +153,7 @@ def test_a_model_on_the_meta_device_is_rehearsed_alike():
 
 
 class Experts(nn.Module):
-    """Groups of rows with a matrix each, for which torch has no fake kernel in fp32."""
+    """Groups of rows with a matrix each, for which torch has no kernel in bf16: the rows are too short."""
 
     def __init__(self):
         super().__init__()
@@ -163,9 +163,35 @@ class Experts(nn.Module):
         return torch.nn.functional.grouped_mm(h, self.weight, offs=torch.tensor([1, len(h)], dtype=torch.int32))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_products_in_groups_need_no_values_in_other_formats_than_torchs(monkeypatch, dtype):
+    def fail(*_):
+        raise AssertionError
+
+    monkeypatch.setattr("hybridpp.partition.call_recorder.run_on_concrete_values", fail)
+    assert second_block_call(Experts().to(dtype), dtype=dtype).leaves == (TensorSpec((2, 4), dtype, True),)
+
+
+def without_fake(tensor):
+    raise RuntimeError("no fake is made of this")
+
+
+OPERATORS = torch.library.Library("tests_of_concrete_fallback", "DEF")
+OPERATORS.define("copied(Tensor tensor) -> Tensor")
+OPERATORS.impl("copied", torch.clone, "CPU")
+OPERATORS.impl("copied", without_fake, "Meta")
+
+
+class Copying(nn.Linear):
+    """Calls an operator whose fake raises."""
+
+    def forward(self, h):
+        return super().forward(h) + torch.ops.tests_of_concrete_fallback.copied(h)
+
+
 def test_torch_does_not_log_what_its_fakes_cannot_do(caplog):
     log = logging.getLogger("torch._subclasses.fake_tensor")
-    assert second_block_call(Experts()).leaves == (STREAM,)
+    assert second_block_call(Copying(4, 4)).leaves == (STREAM,)
     assert caplog.records == []
     assert not log.filters
 
