@@ -4,8 +4,8 @@
     OMP_NUM_THREADS=1 PYTHONPATH=.:plugins python benchmarks/plan_sizes.py --models flux,llama-3-405b --commands plan
 
 Each command is a process of its own, with no weights and no device; a process that goes beyond ``--limit-gib`` or
-``--limit-s`` is ended, and the table says so. Goals: 2 GiB and 60 s of processor time. ``--folders DIR`` only writes the
-folders with the configurations, to run other commands on them.
+``--limit-s`` is ended, and the table says so. Goals: 2 GiB and 60 s of processor time. ``--folders DIR`` only writes
+the folders with the configurations, to run other commands on them.
 """
 
 import argparse
@@ -192,7 +192,18 @@ LENGTH = ("--sequence-length", "4096")
 # Blocks of each model that a pipeline of eight ranks divides, within a host of eight devices for each place of it.
 COMMANDS: Mapping[str, tuple[str, ...]] = {
     "partition": ("--tp-size", "8", "--pp-size", "8", "--precision", "bf16"),
-    "estimate": ("--tp-size", "8", "--pp-size", "8", "--world-size", "1024", "--zero-stage", "1", "--global-batch", "1024"),
+    "estimate": (
+        "--tp-size",
+        "8",
+        "--pp-size",
+        "8",
+        "--world-size",
+        "1024",
+        "--zero-stage",
+        "1",
+        "--global-batch",
+        "1024",
+    ),
     "plan": ("--devices", "1024", "--global-batch", "1024"),
 }
 

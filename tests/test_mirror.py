@@ -71,7 +71,6 @@ TESTED_THROUGH = {
     "hybridpp/estimate/layout_estimate.py": TYPES_ONLY,
     "hybridpp/estimate/comparison.py": "tests/estimate/test_search.py",
     "hybridpp/estimate/model_run.py": "tests/plugins/test_layout_estimator.py",
-    "hybridpp/estimate/op_log.py": "tests/plugins/test_layout_estimator.py",
     "hybridpp/estimate/stage_memory.py": "tests/plugins/test_layout_estimator.py",
     "hybridpp/estimate/unit_marks.py": "tests/plugins/test_layout_estimator.py",
     "hybridpp/estimate/unit_times.py": "tests/estimate/test_step_time.py",

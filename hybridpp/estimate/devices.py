@@ -28,8 +28,14 @@ class DeviceProfile:
         sum_us: time of a sum over ranks without content; None: as a message.
         sum_gib_s: of a sum of large tensors, counted as a ring moves them; None: that of the links.
         update_gib_s: what the optimizer's update reads and writes in a second; None: as other operators.
+        kernels: rates of fused kernels, by name. ``"pointwise"`` (GiB/s): element-wise operators and reductions
+            between products are one kernel each, as torch.compile or hand-written kernels make of norms, rotary
+            embeddings, gated activations and losses. ``"attention"`` and ``"attention_backward"`` (TFLOPS in half
+            precision): of attention that keeps no weights. ``"experts"`` (TFLOPS in half precision): of products in
+            groups. What is not named is not joined, or is as fast as other products.
         devices_per_host: how many are linked by ``host_gib_s``.
         cores: how many ranks of a host compute at once; None: all, as each has a device.
+        sources: of the numbers, by the names of attributes: for readers.
         measured: times of the units of models, as ``hybridpp profile --model`` measured them.
     """
 
@@ -45,13 +51,16 @@ class DeviceProfile:
     sum_us: float | None = None
     sum_gib_s: float | None = None
     update_gib_s: float | None = None
+    kernels: Mapping[str, float] = field(default_factory=dict)
     devices_per_host: int = 8
     cores: int | None = None
+    sources: Mapping[str, str] = field(default_factory=dict, repr=False)
     measured: tuple[UnitTimes, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         numbers = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in _OTHERS}
-        numbers |= {f"tflops of {name}": value for name, value in self.tflops.items()}
+        for table in ("tflops", "kernels"):
+            numbers |= {f"{table} of {name}": value for name, value in getattr(self, table).items()}
         for name, value in numbers.items():
             is_time = name.endswith("_us")
             if value is None and name in _MAY_LACK:
@@ -60,6 +69,8 @@ class DeviceProfile:
                 raise ConfigError(f"{name} of a device profile must be a number above 0: got {value!r}.")
         if "fp32" not in self.tflops:
             raise ConfigError(f"tflops of a device profile need at least fp32: got {dict(self.tflops)}.")
+        if unknown := sorted(set(self.kernels) - set(KERNELS)):
+            raise ConfigError(f"kernels of a device profile are {', '.join(KERNELS)}: got {unknown[0]!r}.")
 
     @property
     def is_cpu(self) -> bool:
@@ -110,7 +121,8 @@ class DeviceProfile:
 
 
 _MAY_LACK = ("sum_us", "sum_gib_s", "update_gib_s")
-_OTHERS = ("name", "tflops", "measured", "cores")
+_OTHERS = ("name", "tflops", "kernels", "measured", "cores", "sources")
+KERNELS = ("pointwise", "attention", "attention_backward", "experts")
 
 # Products reach about two thirds of an H100's data sheet, three quarters of an A100's, four fifths of an RTX 4090's.
 DEVICES: Mapping[str, DeviceProfile] = {

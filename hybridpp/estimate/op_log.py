@@ -1,12 +1,44 @@
 """What the operators of a run compute and move."""
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hybridpp.estimate.allocations import AllocationLog
+from hybridpp.estimate.allocations import Allocation, AllocationLog
+from hybridpp.nn.torch_private import (
+    ATTENTION_BACKWARD_OPS,
+    ATTENTION_OPS,
+    GROUPED_MM,
+    UNDECLARED_VIEWS,
+    OpOverload,
+    storage_id,
+)
 from hybridpp.partition import FlopCounter
+
+WAIT, POINTWISE = "wait", "pointwise"
+# Operators by name. Without a kernel: memory is only reserved.
+_EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+# What they are given says only a size, or is written to.
+_WRITING = {
+    *("zeros", "ones", "full", "arange", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+    *("new_zeros", "new_ones", "new_full", "zero_", "fill_", "bernoulli_"),
+}
+# Of their first argument they read no more than they return.
+_LOOKUPS = {"embedding", "index", "index_select", "gather"}
+# They touch no more of their first argument than they are given to write.
+_SCATTERS = {"index_add_", "index_put_", "index_put_impl_", "scatter_", "scatter_add_"}
+# What compilers and hand-written kernels join to one kernel, beside what torch calls point-wise, or a reduction.
+_JOINED = {
+    *("sum", "mean", "amax", "amin", "var", "var_mean", "logsumexp"),
+    *("softmax", "softmax_backward_data", "log_softmax", "log_softmax_backward_data"),
+    *("native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward"),
+    *("fused_rms_norm", "fused_rms_norm_backward", "nll_loss_forward", "nll_loss_backward"),
+    *("to_copy", "copy_", "clone", "cat", "constant_pad_nd", "slice_backward", "select_backward"),
+    *("native_dropout", "native_dropout_backward", *_WRITING),
+}
+_TAGS = {torch.Tag.pointwise, getattr(torch.Tag, "reduction", torch.Tag.pointwise)}
 
 
 class Op(NamedTuple):
@@ -15,9 +47,14 @@ class Op(NamedTuple):
     Attributes:
         event: of the log, when it had run.
         flops: floating-point operations of products; 0: it only moves numbers.
-        num_bytes: of its arguments and results.
-        dtype: of its result.
-        message: kind of the communication; empty: it is an operator.
+        num_bytes: that it reads and writes.
+        dtype: of the numbers that it multiplies.
+        message: kind of the communication; ``"wait"``: for the end of one; empty: it is an operator.
+        kernel: ``"attention"``, ``"attention_backward"``, ``"experts"`` (products in groups), ``"pointwise"`` (what may
+            be a part of one kernel with its neighbours), or empty: another one.
+        joined_bytes: where neighbours of this kind are one kernel, what that reads and writes for this operator.
+        begins_kernel: whether it is the first of such neighbours.
+        age: of what a wait is for: communications that were started after it.
     """
 
     event: int
@@ -25,6 +62,36 @@ class Op(NamedTuple):
     num_bytes: int
     dtype: torch.dtype | None
     message: str = ""
+    kernel: str = ""
+    joined_bytes: int = 0
+    begins_kernel: bool = True
+    age: int = 0
+
+
+class _Joined:
+    """Operators in a row that may be one kernel: what is made and freed among them is neither written nor read."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[int, Allocation]] = {}
+        self._touched: set[int] = set()
+
+    def read(self, tensors: list[Tensor]) -> int:
+        """Bytes that the kernel reads more with these arguments."""
+        return sum(_num_bytes(one) for one in tensors if self._is_new(one))
+
+    def _is_new(self, tensor: Tensor) -> bool:
+        key = storage_id(tensor)
+        is_new = key not in self._made and key not in self._touched
+        self._touched.add(key)
+        return is_new
+
+    def make(self, key: int, index: int, allocation: Allocation) -> None:
+        """Note what the operator with this number allocated."""
+        self._made[key] = index, allocation
+
+    def kept(self) -> list[tuple[int, int]]:
+        """The numbers of operators whose results are alive, with the bytes of these."""
+        return [(index, one.size) for index, one in self._made.values() if one.died is None]
 
 
 class OpLog(AllocationLog):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
@@ -32,31 +99,113 @@ class OpLog(AllocationLog):  # type: ignore[no-untyped-call]  # torch's __init_s
 
     Args:
         counter: counts the FLOPs.
-
-    Attributes:
-        ops: in order.
     """
 
     def __init__(self, counter: FlopCounter) -> None:
         super().__init__()
-        self.ops: list[Op] = []
+        self._ops: list[Op] = []
         self._counter = counter
+        self._joined: _Joined | None = None
+        self._num_messages = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        before = self._counter.get_total_flops()
+        before, event = self._counter.get_total_flops(), self.event
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if not getattr(func, "is_view", False):
-            leaves = [*_all_tensors((args, kwargs or {})), *_all_tensors(result)]
-            size = sum(leaf.numel() * leaf.dtype.itemsize for leaf in leaves)
-            dtype = leaves[-1].dtype if leaves else None
-            self.ops.append(Op(self.event, self._counter.get_total_flops() - before, size, dtype))
+        if not getattr(func, "is_view", False) and func not in UNDECLARED_VIEWS:
+            given, returned = _all_tensors((args, kwargs or {})), _all_tensors(result)
+            if (given or returned) and _name(func) not in _EMPTY:
+                self._add(func, given, returned, self._counter.get_total_flops() - before, event)
         return result
 
-    def note_message(self, kind: str, num_bytes: int) -> None:
-        """Record a communication."""
-        self.ops.append(Op(self.event, 0, num_bytes, None, kind))
+    def _add(self, func: Any, given: list[Tensor], returned: list[Tensor], flops: int, event: int) -> None:
+        name = _name(func)
+        kernel = _product(func) if flops else _kernel(func)
+        dtype = next((one.dtype for one in (*given, *returned) if one.is_floating_point()), None)
+        op = Op(self.event, flops, _moved(name, given, returned), dtype, "", kernel)
+        if kernel != POINTWISE:
+            self._end_kernel()
+            self._ops.append(op)
+            return
+        begins = self._joined is None
+        joined = self._joined = self._joined or _Joined()
+        read = joined.read([] if name in _WRITING else given)
+        owned = {storage_id(one) for one in given}
+        # What it writes in place was counted as read.
+        written = sum(_num_bytes(one) for one in returned if storage_id(one) in owned)
+        for one in returned:
+            allocation = self._alive.get(storage_id(one))
+            if allocation is not None and allocation.born > event:
+                joined.make(storage_id(one), len(self._ops), allocation)
+        self._ops.append(op._replace(joined_bytes=read + written, begins_kernel=begins))
+
+    def _end_kernel(self) -> None:
+        for index, size in self._joined.kept() if self._joined else ():
+            self._ops[index] = self._ops[index]._replace(joined_bytes=self._ops[index].joined_bytes + size)
+        self._joined = None
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """In order; the last kernel has ended."""
+        self._end_kernel()
+        return tuple(self._ops)
+
+    def note_message(self, kind: str, num_bytes: int) -> int:
+        """Record the start of a communication; returns its number."""
+        self._end_kernel()
+        self._ops.append(Op(self.event, 0, num_bytes, None, kind))
+        self._num_messages += 1
+        return self._num_messages
+
+    def note_wait(self, number: int) -> None:
+        """Record that the rank goes on when a communication has ended."""
+        self._end_kernel()
+        self._ops.append(Op(self.event, 0, 0, None, WAIT, age=self._num_messages - number))
+
+
+@cache
+def _name(func: Any) -> str:
+    """Of an operator, without the dash of those that have no function."""
+    return str(func.overloadpacket.__name__).lstrip("_") if isinstance(func, OpOverload) else ""
+
+
+@cache
+def _kernel(func: Any) -> str:
+    is_joined = _name(func) in _JOINED or (isinstance(func, OpOverload) and bool(_TAGS & set(func.tags)))
+    return POINTWISE if is_joined else ""
+
+
+@cache
+def _product(func: Any) -> str:
+    packet = func.overloadpacket if isinstance(func, OpOverload) else None
+    if packet in ATTENTION_OPS:
+        return "attention"
+    if packet in ATTENTION_BACKWARD_OPS:
+        return "attention_backward"
+    return "experts" if packet is GROUPED_MM else ""
+
+
+def _moved(name: str, given: list[Tensor], returned: list[Tensor]) -> int:
+    """Bytes that an operator reads and writes."""
+    written, read = sum(map(_num_bytes, returned)), list(map(_num_bytes, given))
+    if name in _WRITING:
+        return written
+    if name == "copy_":
+        return written + sum(read[1:])
+    if name in _LOOKUPS and read:
+        return min(read[0], written) + sum(read[1:]) + written
+    if name in _SCATTERS and read:
+        return 2 * min(read[0], sum(read[1:])) + sum(read[1:])
+    return written + sum(read)
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    """Of what a tensor has in memory: what is expanded is there once."""
+    if 0 not in tensor.stride():
+        return tensor.numel() * tensor.dtype.itemsize
+    sizes = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not size]
+    return torch.Size(sizes).numel() * tensor.dtype.itemsize
 
 
 def _all_tensors(tree: Any) -> list[Tensor]:

@@ -2,7 +2,6 @@
 
 from hybridpp.estimate.allocations import Allocation
 from hybridpp.estimate.model_run import ModelRun
-from hybridpp.estimate.op_log import Op
 from hybridpp.estimate.unit_marks import UnitMarks
 
 BASES = (2, 4)
@@ -26,12 +25,10 @@ def scaled_run(few: ModelRun, more: ModelRun, size: int) -> ModelRun | None:
         grown = made[id(small)] = Allocation(_line(small.size, large.size, size), small.born)
         grown.died, grown.savers = small.died, small.savers
     ops = tuple(
-        Op(
-            small.event,
-            _line(small.flops, large.flops, size),
-            _line(small.num_bytes, large.num_bytes, size),
-            small.dtype,
-            small.message,
+        small._replace(
+            flops=_line(small.flops, large.flops, size),
+            num_bytes=_line(small.num_bytes, large.num_bytes, size),
+            joined_bytes=_line(small.joined_bytes, large.joined_bytes, size),
         )
         for small, large in zip(few.ops, more.ops, strict=True)
     )

@@ -47,7 +47,13 @@ _LEAST_ZEROS = 2**24
 _FACTORIES = (_aten.empty.memory_format, _aten.empty_strided.default, _aten.zeros.default)
 _SAME = object()
 # What finds the largest elements along a dimension, with the position of this argument.
-_CHOOSERS = {_aten.topk.default: 2, _aten.sort.default: 1, _aten.sort.stable: 1, _aten.max.dim: 1, _aten.argmax.default: 1}
+_CHOOSERS = {
+    _aten.topk.default: 2,
+    _aten.sort.default: 1,
+    _aten.sort.stable: 1,
+    _aten.max.dim: 1,
+    _aten.argmax.default: 1,
+}
 
 
 class Hollow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
@@ -111,7 +117,7 @@ class Hollow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
         return _with_balanced_indices(func, args, kwargs, result) if func in _CHOOSERS else result
 
     def _positions(self, indices: Any) -> list[Any]:
-        """Indices with the positions of what a mask that has values selects, so that the size of the result is known."""
+        """Indices with the positions of what a mask with values selects, so that the size of the result is known."""
         found: list[Any] = []
         for one in indices:
             is_mask = isinstance(one, Tensor) and one.dtype is torch.bool and not self.is_hollow(one)
@@ -168,8 +174,8 @@ class _Spec:
 
 def _with_balanced_indices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
     """What an operator returns that finds the largest elements, with indices among which all occur equally often."""
-    place = _CHOOSERS[func]
-    dim = kwargs.get("dim", args[place] if place < len(args) else None if func is _aten.argmax.default else -1)
+    dim_at = _CHOOSERS[func]
+    dim = kwargs.get("dim", args[dim_at] if dim_at < len(args) else None if func is _aten.argmax.default else -1)
     is_pair = isinstance(result, tuple | list)
     indices = result[1] if is_pair else result
     if dim is None or not args[0].dim():

@@ -16,6 +16,7 @@ from datetime import timedelta
 from functools import partial
 from multiprocessing.process import BaseProcess
 from operator import attrgetter, methodcaller
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -334,14 +335,12 @@ def grouped_product_without_values(
     return cast(Tensor, first.new_empty(shape, dtype=kwargs.get("out_dtype")))
 
 
-class FakeMode(FakeTensorMode):
+class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
     """Fakes that can be multiplied in groups in every format."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = MappingProxyType({})) -> Any:
         product = grouped_product_without_values(func, args, kwargs or {})
-        return super().__torch_dispatch__(func, types, args, kwargs) if product is None else product
+        return super().__torch_dispatch__(func, types, args, kwargs or {}) if product is None else product
 
 
 def version_or_none(tensor: Tensor) -> int | None:

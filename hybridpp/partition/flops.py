@@ -7,7 +7,14 @@ from typing import Any
 
 from torch.utils.flop_counter import FlopCounterMode
 
-from hybridpp.nn.torch_private import ATTENTION_BACKWARD_OPS, ATTENTION_OPS, GROUPED_MM, OpOverload, TorchDispatchMode, is_composite
+from hybridpp.nn.torch_private import (
+    ATTENTION_BACKWARD_OPS,
+    ATTENTION_OPS,
+    GROUPED_MM,
+    OpOverload,
+    TorchDispatchMode,
+    is_composite,
+)
 
 
 class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
@@ -84,13 +91,13 @@ def _attention_flops(causal_at: int, *shapes: Any, is_causal: bool | None = None
         is_causal: that argument, where it was given by name.
     """
     query, key, value = shapes[:3]
-    return 2 * _num_pairs(query, key, is_causal, causal_at, shapes) * (query[3] + value[3])
+    return 2 * _num_pairs(query, key, is_causal, causal_at, shapes) * int(query[3] + value[3])
 
 
 def _attention_backward_flops(causal_at: int, *shapes: Any, is_causal: bool | None = None, **_: Any) -> int:
     """Of its backward pass, which computes the weights again: three products as wide as keys, two as wide as values."""
     _, query, key, value = shapes[:4]
-    return 2 * _num_pairs(query, key, is_causal, causal_at, shapes) * (3 * query[3] + 2 * value[3])
+    return 2 * _num_pairs(query, key, is_causal, causal_at, shapes) * int(3 * query[3] + 2 * value[3])
 
 
 def _num_pairs(

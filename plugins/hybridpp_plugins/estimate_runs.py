@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -46,7 +46,7 @@ from hybridpp_plugins.apply_tp import AppliedTensorParallel, Sharding, apply_sha
 from hybridpp_plugins.estimate_batch import BatchSource, EstimateBatch
 from hybridpp_plugins.estimate_sharding import find_sharding
 from hybridpp_plugins.find_tp_plan import default_formats
-from hybridpp_plugins.solo_group import SoloGroup, SoloMessage
+from hybridpp_plugins.solo_group import Note, SoloGroup, SoloMessage
 from hybridpp_plugins.solo_run import SoloRank, SoloSettings
 
 _LOGGER = logging.getLogger("hybridpp")
@@ -143,13 +143,13 @@ class EstimateRuns:
         return find_sharding(self._model, self._parallel, tp_size, shards_sequences, self._batches.sample, formats)
 
     def _sharded(
-        self, tp_size: int, shards_sequences: bool, note: Callable[[SoloMessage], None] = lambda message: None
+        self, tp_size: int, shards_sequences: bool, note: Note | None = None
     ) -> tuple[ModuleAdapter, AppliedTensorParallel]:
         sharding = self.sharding(tp_size, shards_sequences)
         model = meta_copy(self._model)
         derive_buffers(model)
         adapter = ModuleAdapter(model)
-        group = SoloGroup(tp_size, overlaps=self._device != "cpu", note=note)
+        group = SoloGroup(tp_size, self._device != "cpu", note or (lambda message: lambda: None), note is None)
         return adapter, apply_sharding(adapter, sharding, group)
 
     def _trace(self, tp_size: int, shards_sequences: bool, microbatch_size: int, num_stages: int) -> Traced:
@@ -202,9 +202,10 @@ class EstimateRuns:
         counter = FlopCounter()
         log: OpLog | None = None
 
-        def note(message: SoloMessage) -> None:
-            if log is not None:
-                log.note_message(*message)
+        def note(message: SoloMessage) -> Callable[[], None]:
+            if log is None:
+                return lambda: None
+            return partial(log.note_wait, log.note_message(*message))
 
         adapter, applied_tp = self._sharded(kind.tp_size, kind.shards_sequences, note)
         adapter.model.train()
@@ -252,7 +253,7 @@ class EstimateRuns:
         return ModelRun(
             calls=tuple(recorder.calls),
             allocations=tuple(log.allocations),
-            ops=tuple(log.ops),
+            ops=log.ops,
             loss=losses[-1],
             pass_end=passes[0],
             backward_end=ends[0],

@@ -1,7 +1,7 @@
 """A group of which only one member runs, for estimates: its collectives have sizes, and no effect."""
 
 from collections.abc import Callable
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,16 +23,24 @@ class SoloMessage(NamedTuple):
     num_bytes: int
 
 
+# Of the start of a communication: what is called when the rank waits for its end.
+Note: TypeAlias = Callable[[SoloMessage], Callable[[], None]]
+
+
 class _Done:
+    def __init__(self, waited: Callable[[], None] = lambda: None):
+        self._waited = waited
+
     def wait(self) -> None:
-        pass
+        self._waited()
 
 
 class _Result(Generic[T]):
-    def __init__(self, value: T):
-        self._value = value
+    def __init__(self, value: T, waited: Callable[[], None]):
+        self._value, self._waited = value, waited
 
     def wait(self) -> T:
+        self._waited()
         return self._value
 
     def ends_within(self, patience: Patience) -> bool:
@@ -45,7 +53,8 @@ class SoloGroup:
     Args:
         size: number of members.
         overlaps: whether a sum proceeds while the rank computes.
-        note: called with each communication.
+        note: called with each communication when it starts; returns what is called when the rank waits for it.
+        has_values: whether tensors have values: results of others are operators' results, which would count as such.
     """
 
     process_group = None
@@ -53,34 +62,52 @@ class SoloGroup:
     transport = "in-process"
     rank = 0
 
-    def __init__(self, size: int, overlaps: bool = False, note: Callable[[SoloMessage], None] = lambda message: None):
+    def __init__(
+        self,
+        size: int,
+        overlaps: bool = False,
+        note: Note = lambda message: lambda: None,
+        has_values: bool = True,
+    ):
+        self._has_values = has_values
         self.ranks = tuple(range(size))
         self.size, self.overlaps = size, overlaps
         self._note = note
 
     def all_reduce(self, tensor: Tensor) -> _Done:
-        self._note(SoloMessage("all_reduce", tensor.nbytes))
-        return _Done()
+        return _Done(self._note(SoloMessage("all_reduce", tensor.nbytes)))
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        self._note(SoloMessage("all_gather", tensor.nbytes * self.size))
+        return self.start_all_gather(tensor).wait()
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
         stacked = tensor.new_empty((self.size, *tensor.shape))
-        stacked[:] = tensor.detach()
-        return [part.data for part in stacked]
+        if self._has_values:
+            stacked[:] = tensor.detach()
+        return stacked
 
     def all_gather_along(self, tensor: Tensor, dim: int) -> Tensor:
-        parts = self.all_gather(tensor.contiguous())
-        return torch.cat(parts, dim)
+        waited = self._note(SoloMessage("all_gather", tensor.nbytes * self.size))
+        stacked = self._gathered(tensor)
+        waited()
+        return stacked.flatten(0, 1) if dim % tensor.dim() == 0 else torch.cat(stacked.unbind(), dim)
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
-        self._note(SoloMessage("reduce_scatter", tensor.nbytes))
-        return torch.stack(tensor.chunk(self.size, dim))[0].clone()
+        return self.start_reduce_scatter(tensor, dim).wait()
 
     def start_all_gather(self, tensor: Tensor) -> _Result[list[Tensor]]:
-        return _Result(self.all_gather(tensor))
+        waited = self._note(SoloMessage("all_gather", tensor.nbytes * self.size))
+        return _Result([part.data for part in self._gathered(tensor)], waited)
 
     def start_reduce_scatter(self, tensor: Tensor, dim: int) -> _Result[Tensor]:
-        return _Result(self.reduce_scatter(tensor, dim))
+        parts = tensor.chunk(self.size, dim)
+        # As in a job: the members' shares must lie in one piece each.
+        source = parts if dim % tensor.dim() == 0 else torch.stack(parts)
+        waited = self._note(SoloMessage("reduce_scatter", tensor.nbytes))
+        own = parts[0].new_empty(parts[0].shape)
+        if self._has_values:
+            own.copy_(source[0])
+        return _Result(own, waited)
 
     def reduce_scatter_segments(self, flat: Tensor) -> _Done:
         return _Done()

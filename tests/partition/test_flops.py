@@ -35,6 +35,20 @@ def test_attention_with_fewer_heads_of_keys_is_counted_as_with_all():
     assert counted(attention, (B, 2 * H, S, D), (B, H, S, D), (B, H, S, D)) == 4 * B * 2 * H * S * S * D
 
 
+def test_causal_attention_is_counted_without_later_keys():
+    """Its backward pass computes the weights again: five products for two."""
+    attention = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
+    pairs = S * (S + 1) // 2
+    assert counted(attention, *[(B, H, S, D)] * 3) == 4 * B * H * pairs * D
+
+    def both(*tensors):
+        attention(*(tensor.requires_grad_() for tensor in tensors)).sum().backward()
+
+    assert counted(both, *[(B, H, S, D)] * 3) == (4 + 10) * B * H * pairs * D
+    # Of fewer keys than queries, the later queries see all.
+    assert counted(attention, (B, H, S, D), *[(B, H, 2, D)] * 2) == 4 * B * H * (3 + (S - 2) * 2) * D
+
+
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
