@@ -53,9 +53,9 @@ def run(arguments: EstimateArguments) -> None:
             f"--memory {arguments.memory}. hybridpp plan searches for a layout that fits."
         )
     if arguments.json:
-        show(json.dumps(values_of(estimate), indent=2))
+        show(json.dumps({**values_of(estimate), "notes": list(estimator.notes)}, indent=2))
     else:
-        show(*render_estimate(estimate, estimator.given.device), *lines)
+        show(*render_estimate(estimate, estimator.given.device), *estimator.notes, *lines)
         if arguments.search_schedule:
             show(plugin_call(estimate, arguments.precision))
 

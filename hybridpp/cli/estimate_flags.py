@@ -47,7 +47,7 @@ def given_model(arguments: ModelOptions | ProfileArguments) -> GivenModel:
     if is_own_model(name):
         return _own(name, arguments)
     config = load_config(name)
-    if hasattr(config, "use_cache"):
+    if not isinstance(config, dict) and hasattr(config, "use_cache"):
         config.use_cache = False
     return GivenModel(build(config, arguments.task))
 
@@ -76,6 +76,7 @@ def estimator_of(arguments: ModelOptions, settings: dict[str, Any] | None = None
         device=device_of(arguments),
         num_moments=OPTIMIZERS[arguments.optimizer],
         sequence_length=arguments.sequence_length,
+        images=arguments.images,
         sample=sample,
         settings=settings or {},
     )

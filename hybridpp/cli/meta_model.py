@@ -1,8 +1,10 @@
 """A Hugging Face model on the meta device, built from its configuration."""
 
+import importlib
+import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 import transformers
@@ -11,16 +13,20 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig
 
 from hybridpp.errors import ConfigError
 
-Factory: TypeAlias = Callable[[PreTrainedConfig], nn.Module]
+Config: TypeAlias = PreTrainedConfig | dict[str, Any]
+"""Of a model of transformers, or of diffusers, which has a dict."""
+Factory: TypeAlias = Callable[[Any], nn.Module]
 
 
-def load_config(name: str) -> PreTrainedConfig:
+def load_config(name: str) -> Config:
     """Read the configuration of a model, given a folder with a ``config.json`` or a name on the Hugging Face hub.
 
     Raises:
         ConfigError: there is none, or transformers cannot read it.
     """
     folder = Path(name)
+    if (folder / "config.json").is_file() and (found := _of_diffusers(folder / "config.json")) is not None:
+        return found
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ConfigError(f"{name} has no config.json. Pass a folder that save_pretrained wrote.")
     try:
@@ -35,7 +41,16 @@ def load_config(name: str) -> PreTrainedConfig:
     return config
 
 
-def build(config: PreTrainedConfig, task: str | None = None) -> nn.Module:
+def _of_diffusers(path: Path) -> dict[str, Any] | None:
+    """The configuration in a file, if it names a class of diffusers."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # transformers says what is wrong
+    return found if isinstance(found, dict) and isinstance(found.get("_class_name"), str) else None
+
+
+def build(config: Config, task: str | None = None) -> nn.Module:
     """The model on the meta device, in evaluation mode.
 
     Args:
@@ -46,13 +61,33 @@ def build(config: PreTrainedConfig, task: str | None = None) -> nn.Module:
     Raises:
         ConfigError: there is no such class, or it cannot be built from this configuration.
     """
-    factory = _auto_class(task) if task else _named_class(config)
+    if isinstance(config, dict):
+        if task:
+            raise ConfigError(f"--task is for models of transformers: {config['_class_name']} is one of diffusers.")
+        factory, name = _diffusers_class(config["_class_name"]), config["_class_name"]
+    else:
+        factory, name = _auto_class(task) if task else _named_class(config), type(config).__name__
     try:
         with torch.device("meta"):
             model = factory(config)
     except Exception as error:  # whatever a model's constructor raises
-        raise ConfigError(f"no model can be built from this {type(config).__name__}: {_first_line(error)}") from error
+        raise ConfigError(f"no model can be built from this {name}: {_first_line(error)}") from error
     return model.eval()
+
+
+def _diffusers_class(name: str) -> Factory:
+    try:
+        library = importlib.import_module("diffusers")
+    except ImportError as error:
+        raise ConfigError(
+            f"the configuration is of {name}, a class of diffusers, which is not installed. Run pip install diffusers."
+        ) from error
+    found = getattr(library, name, None)
+    if not isinstance(found, type) or not issubclass(found, nn.Module):
+        raise ConfigError(
+            f"diffusers has no model {name!r}, which the configuration names. Install a version that has."
+        )
+    return cast(Factory, found.from_config)  # type: ignore[attr-defined]  # of its ConfigMixin
 
 
 def _named_class(config: PreTrainedConfig) -> Factory:

@@ -17,7 +17,7 @@ from hybridpp.cli.output import show, working
 from hybridpp.cli.own_model import OwnModel, is_own_model, load_own_model
 from hybridpp.cli.sharding_report import preview_sharding, render_sharding
 from hybridpp.config import ParallelConfig, PartitionConfig, Precision, ZeroConfig
-from hybridpp.errors import ConfigError, HybridppError
+from hybridpp.errors import ConfigError, HybridppError, PartitionError
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.nn.torch_private import pytree
 from hybridpp.optim import adam_update_bytes
@@ -28,6 +28,7 @@ from hybridpp.partition import (
     StateBytes,
     TrainingStateSpec,
     describe_cut,
+    describe_sample,
     make_samples,
 )
 from hybridpp.precision import (
@@ -75,7 +76,7 @@ def run(arguments: PartitionArguments) -> None:
         sizes = {name: parts.total for name, parts in state_bytes.items()}
         held = MemoryBudget(sizes=sizes, ranks=range(arguments.pp_size), limit=partition.limit_bytes)
         now("trace the model")
-        stages = _describe(model, arguments, partition, casted, held, own and own.sample)
+        stages, notes = _describe(model, arguments, partition, casted, held, own and own.sample)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     shares = _shares(model, casted, shapes) if division else None
     parts: list[str | TextTable] = [f"{type(model).__name__}, {_chosen_by(partition)}", ""]
@@ -86,6 +87,7 @@ def run(arguments: PartitionArguments) -> None:
         parts += ["", _for_a_while(model, casted, shapes)]
     if division is not None:
         parts += ["", *render_sharding(model, division, arguments.tp_size)]
+    parts += ["", *notes] if notes else []
     show(*parts)
 
 
@@ -195,7 +197,8 @@ def _describe(
     casted: Mapping[int, torch.dtype],
     held: MemoryBudget,
     sample: CallArguments | None,
-) -> tuple[StageSummary, ...]:
+) -> tuple[tuple[StageSummary, ...], list[str]]:
+    """The stages, and what the sample has and lacks."""
     dtype = working_dtype(model, Precision(arguments.precision))
 
     def described_with(args: tuple[Any, ...], kwargs: dict[str, Any], source: str) -> tuple[StageSummary, ...]:
@@ -214,18 +217,20 @@ def _describe(
         cast = pytree.tree_map_only(
             Tensor, lambda one: one.to(dtype) if dtype and one.is_floating_point() else one, sample
         )
-        return described_with(cast[0], cast[1], "the sample that its function returned")
+        return described_with(cast[0], cast[1], "the sample that its function returned"), []
     if not hasattr(model, "config"):
         raise ConfigError(
             f"a sample of the inputs of {type(model).__name__} is needed. Let {arguments.model} return the model and a "
             "batch: a tensor, a tuple or a dict."
         )
     source = "the inputs generated from its configuration"
-    *others, last = make_samples(model, arguments.batch_size, arguments.sequence_length, dtype or torch.float32)
-    for generated in others:
-        with suppress(_DoesNotRun):
-            return described_with((), generated, source)
-    return described_with((), last, source)
+    length, number = arguments.sequence_length, arguments.images
+    first, *others = make_samples(model, arguments.batch_size, length, dtype or torch.float32, number)
+    for generated in reversed(others):
+        # Without any images, a text may have a length that others have not.
+        with suppress(_DoesNotRun, PartitionError):
+            return described_with((), generated, source), describe_sample(model, generated)
+    return described_with((), first, source), describe_sample(model, first)
 
 
 def _chosen_by(partition: PartitionConfig) -> str:

@@ -60,9 +60,11 @@ def run(arguments: PlanArguments) -> None:
             {**values_of(one), "call": plugin_call(one, arguments.precision), "settings": dict(one.settings)}
             for one in result.best
         ]
-        show(json.dumps({"best": found, "num_candidates": result.num_candidates}, indent=2))
+        values = {"best": found, "num_candidates": result.num_candidates, "notes": list(estimator.notes)}
+        show(json.dumps(values, indent=2))
     else:
-        show(*render_plan(result, arguments.precision, device, time.perf_counter() - start), *lines)
+        table = render_plan(result, arguments.precision, device, time.perf_counter() - start)
+        show(*table, *(["", *estimator.notes] if estimator.notes else []), *lines)
 
 
 def _searched(estimator: LayoutEstimator, result: SearchResult, memory_bytes: int) -> SearchedLayout | None:

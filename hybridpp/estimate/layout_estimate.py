@@ -116,6 +116,7 @@ class EstimateInput:
         device: that computes.
         num_moments: states of the optimizer for each weight: 2 of Adam, 1 of SGD with momentum.
         sequence_length: tokens of a text; None: what the model's configuration suggests.
+        images: of each text, if batches are made.
         sample: a batch; None: batches are made from the configuration of a transformers model.
         criterion: of outputs and a micro-batch; None: the model's own loss, else a mean of its outputs.
         settings: keywords of the plugin that all layouts have.
@@ -125,6 +126,7 @@ class EstimateInput:
     device: DeviceProfile
     num_moments: int = 2
     sequence_length: int | None = None
+    images: int = 1
     sample: Any = field(default=None, repr=False)
     criterion: Any = None
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -140,6 +142,10 @@ class LayoutEstimator(Protocol):
     @property
     def given(self) -> EstimateInput:
         """What is estimated."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines for people: what the micro-batches have of images, and what they lack that the model takes."""
 
     def bound_ms(self, sizes: JobSizes, settings: Mapping[str, Any]) -> float:
         """A time that a step cannot go below: quick, for a search."""

@@ -28,7 +28,7 @@ from hybridpp.partition.module_outputs import MODULE_INTERNALS
 from hybridpp.partition.plan import BoundarySharding, CutPoint, StagePlan, owners, stage_plan, unit_homes, uses
 from hybridpp.partition.prune import parameter_names
 from hybridpp.partition.recompute import blocks_by_stage, recomputed_blocks
-from hybridpp.partition.samples import make_samples
+from hybridpp.partition.samples import describe_sample, has_samples, make_samples
 from hybridpp.partition.staged_model import StagedModel
 from hybridpp.partition.staging_options import StagingOptions
 from hybridpp.partition.trace import Tracer
@@ -67,10 +67,12 @@ __all__ = [
     "compile_blocks",
     "compiled_parts",
     "describe_cut",
+    "describe_sample",
     "find_units",
     "finest_units",
     "has_compiled_forward",
     "has_global_hooks",
+    "has_samples",
     "is_cache",
     "is_users_hook",
     "is_watched",

@@ -5,6 +5,7 @@ from hybridpp.pipeline.batch import (
     SplitBatch,
     call_arguments,
     num_samples,
+    resize_batch,
     split_batch,
     to_plain_containers,
 )
@@ -117,6 +118,7 @@ __all__ = [
     "rank_programs",
     "read_batch",
     "read_loss",
+    "resize_batch",
     "select_samples",
     "split_backward_ops",
     "split_batch",

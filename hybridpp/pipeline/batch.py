@@ -149,6 +149,45 @@ def num_samples(batch: Any, dims: Dims = 0) -> int:
     return _num_samples(mark_rows(batch, dims), dims, is_split=True)
 
 
+def resize_batch(batch: Any, size: int, dims: Dims = 0) -> Any:
+    """A batch of ``size`` samples: those of ``batch``, repeated or left out at the end.
+
+    Entries that all samples share stay as they are, and so do tensors of another number of rows than samples.
+
+    Args:
+        batch: from :func:`to_plain_containers`.
+        size: samples, at least 1.
+        dims: where the samples are.
+
+    Raises:
+        DataError: see :func:`num_samples`; tensors may disagree.
+    """
+    dims = dims if _is_flat(batch) else with_sample_lists(batch, dims)
+    marked = mark_rows(mark_sample_lists(batch, dims), dims)
+    given = _num_samples(marked, dims, is_split=False)
+    repeats, shared = -(-size // given), shared_entries(batch, dims)
+
+    def resized(path: Any, leaf: Any, dim: int | None) -> Any:
+        if isinstance(leaf, Lengths):
+            counts = (leaf.ends.diff().tolist() * repeats)[:size]
+            return leaf.ends.new_tensor([0, *accumulate(counts)])
+        if isinstance(leaf, Rows):
+            rows = sum((leaf.counts * repeats)[:size])
+            if not isinstance(leaf.values, Tensor):
+                return type(leaf.values)((list(leaf.values) * repeats)[:rows])
+            return torch.cat([leaf.values] * repeats, leaf.dim).narrow(leaf.dim, 0, rows)
+        if type(leaf) is PerSample and len(leaf) == given:
+            return (list(leaf) * repeats)[:size]
+        is_shared = dim is None or (shared and getattr(path[0], "key", None) in shared)
+        if not isinstance(leaf, Tensor) or is_shared or leaf.dim() <= (dim or 0) or leaf.shape[dim or 0] != given:
+            return leaf
+        return torch.cat([leaf] * repeats, dim or 0).narrow(dim or 0, 0, size)
+
+    paths, spec = pytree.tree_flatten_with_path(marked)
+    found = zip(paths, _leaf_dims(marked, dims, len(paths)), strict=True)
+    return pytree.tree_unflatten([resized(path, leaf, dim) for (path, leaf), dim in found], spec)
+
+
 def _num_samples(batch: Any, dims: Dims, is_split: bool) -> int:
     """As :func:`num_samples`, of a batch whose rows are marked; tensors of one that is not split may disagree."""
     sizes, arrays = _sizes_by_name(batch, dims)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from hybridpp.errors import ConfigError
 from hybridpp.nn.torch_private import pytree
-from hybridpp.partition import make_samples
+from hybridpp.partition import has_samples, make_samples
+from hybridpp.pipeline import resize_batch, to_plain_containers
 
 
 class EstimateBatch(NamedTuple):
@@ -26,11 +27,15 @@ class BatchSource:
 
     Attributes:
         sequence_length: tokens of a text; None: what the model's configuration suggests.
+        images: of each text, if batches are made.
+        dims: where the sample's samples are, as the plugin's ``batch_dims``.
         sample: a batch, whose samples are repeated; None: batches are made from the model's configuration.
         criterion: of the outputs and the micro-batch; None: the model's own loss, else a mean of its outputs.
     """
 
     sequence_length: int | None = None
+    images: int = 1
+    dims: Any = 0
     sample: Any = None
     criterion: Callable[[Any, Any], Tensor] | None = None
 
@@ -41,15 +46,15 @@ class BatchSource:
             ConfigError: none can be made.
         """
         if self.sample is not None:
-            taken = pytree.tree_map_only(Tensor, lambda tensor: _resized(tensor, size), self.sample)
+            taken = resize_batch(to_plain_containers(self.sample), size, self.dims)
             yield EstimateBatch(taken, self.criterion or _loss_or_mean)
             return
-        if not hasattr(getattr(model, "config", None), "sub_configs"):
+        if not has_samples(model):
             raise ConfigError(
-                f"an estimate of {type(model).__name__} needs a batch: it is no model of transformers, from whose "
-                "configuration one is made. Pass sample=batch."
+                f"an estimate of {type(model).__name__} needs a batch: it is no model of transformers or diffusers, "
+                "from whose configuration one is made. Pass sample=batch."
             )
-        made = list(reversed(make_samples(model, size, self.sequence_length, torch.float32)))
+        made = list(reversed(make_samples(model, size, self.sequence_length, torch.float32, self.images)))
         for inputs in made:
             for labels in _labels(model, inputs, size):
                 yield EstimateBatch({**inputs, "labels": labels}, self.criterion or _own_loss)
@@ -65,14 +70,6 @@ def _labels(model: nn.Module, inputs: dict[str, Tensor], size: int) -> Iterator[
             yield inputs[name].clone()
             break
     yield torch.zeros(size, dtype=torch.long)
-
-
-def _resized(tensor: Tensor, size: int) -> Tensor:
-    """The samples of a batch, repeated or cut to ``size``."""
-    if not tensor.dim():
-        return tensor
-    repeats = -(-size // max(len(tensor), 1))
-    return tensor.repeat(repeats, *[1] * (tensor.dim() - 1))[:size]
 
 
 def _own_loss(outputs: Any, inputs: Any) -> Tensor:

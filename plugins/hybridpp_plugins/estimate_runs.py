@@ -31,7 +31,14 @@ from hybridpp.estimate import (
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.nn.snapshot import preserved_modules
 from hybridpp.nn.torch_private import pytree
-from hybridpp.partition import BoundarySharding, FlopCounter, TracedModel, finest_units, trace_model
+from hybridpp.partition import (
+    BoundarySharding,
+    FlopCounter,
+    TracedModel,
+    describe_sample,
+    finest_units,
+    trace_model,
+)
 from hybridpp.pipeline import call_arguments
 from hybridpp.precision import (
     FunctionCasts,
@@ -314,6 +321,14 @@ class EstimateRuns:
                 recorder.is_recording = False
                 runs.append(_times_of(recorder, start, losses[-1], ends, self.key_of(kind)))
         return median_times(runs)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the micro-batches that have run have of images, and lack that the model takes."""
+        if self._batches.sample is not None or self._candidate is None:
+            return ()
+        batch = list(self._batches.candidates(self._model, 1))[self._candidate]
+        return tuple(describe_sample(self._model, batch.inputs))
 
     def key_of(self, kind: RunKind) -> str:
         """What a measured time is of: the model's class and sizes, and how it was run."""

@@ -63,7 +63,13 @@ class PluginLayoutEstimator:
             model,
             parallel=settings.parallel,
             precision=given.precision,
-            batches=BatchSource(sequence_length=given.sequence_length, sample=given.sample, criterion=given.criterion),
+            batches=BatchSource(
+                sequence_length=given.sequence_length,
+                images=given.images,
+                dims=settings.pipeline.batch_dims or 0,
+                sample=given.sample,
+                criterion=given.criterion,
+            ),
             device="cpu" if given.device.is_cpu else "cuda",
         )
         self._quick = QuickEstimator(self._runs, given, settings)
@@ -72,6 +78,11 @@ class PluginLayoutEstimator:
     def num_blocks(self) -> int:
         """Blocks of the model."""
         return self._quick.num_blocks
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """See :class:`~hybridpp.estimate.LayoutEstimator`."""
+        return self._runs.notes
 
     def estimate(self, sizes: JobSizes, settings: Mapping[str, Any]) -> LayoutEstimate:
         """See :class:`~hybridpp.estimate.LayoutEstimator`."""

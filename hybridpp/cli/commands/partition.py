@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from hybridpp.cli.argtypes import count, option, real
+from hybridpp.cli.argtypes import count, index, option, real
 from hybridpp.cli.command import Command
 
 
@@ -36,6 +36,7 @@ class PartitionArguments:
     world_size: Annotated[int | None, count("Ranks of the job (default: one replica).")] = None
     batch_size: Annotated[int, count("Samples of a micro-batch.")] = 1
     sequence_length: Annotated[int | None, count("Tokens (default: 128, or what fits).")] = None
+    images: Annotated[int, index("Of each text, if the model takes any.")] = 1
 
 
 PARTITION = Command(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from hybridpp.cli.argtypes import count, option
+from hybridpp.cli.argtypes import count, index, option
 from hybridpp.cli.command import Command
 
 
@@ -21,6 +21,7 @@ class ProfileArguments:
     tp_size: Annotated[int, count("Tensor-parallel ranks.")] = 1
     microbatch_size: Annotated[int, count("Samples of a micro-batch.")] = 1
     sequence_length: Annotated[int | None, count("Tokens (default: 128, or what fits).")] = None
+    images: Annotated[int, index("Of each text, if the model takes any.")] = 1
     recompute: Annotated[bool, option("With all blocks recomputed.", name="--recompute")] = False
     schedule: Annotated[str | None, option("To be part of: some split backward passes.", "NAME")] = None
     device: Annotated[Literal["cpu", "cuda"] | None, option("Default: cuda, if there is one.")] = None
