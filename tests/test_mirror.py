@@ -102,7 +102,6 @@ TESTED_THROUGH = {
     "hybridpp/partition/module_lists.py": "tests/partition/test_blocks.py",
     "hybridpp/partition/refine.py": "tests/partition/test_blocks.py",
     "hybridpp/partition/replay.py": "tests/partition/test_trace_cache.py",
-    "hybridpp/partition/samples.py": "tests/plugins/test_sample.py",
     "hybridpp/partition/stage_run.py": "tests/partition/test_user_models.py",
     "hybridpp/partition/staging_options.py": "tests/partition/test_memory.py",
     "hybridpp/partition/traced_units.py": "tests/partition/test_concrete_fallback.py",

@@ -1,33 +1,20 @@
 """The stages of a cut, as a table."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from hybridpp.nn.name_ranges import name_ranges
 from hybridpp.partition import StageSummary, shared_parameters
 from hybridpp.text_table import TextTable
 
-_TITLES = ("stage", "modules", "parameters", "GFLOPs", "KiB sent", "% parameters", "% FLOPs", "MiB to train")
-_TITLES_OF_SHARES = ("per rank", "MiB per rank")
-
-
-class RankShare(NamedTuple):
-    """A rank's share of a parameter.
-
-    Attributes:
-        num_elements: elements of its shard.
-        num_bytes: bytes of its shard, in the dtype in which the model computes.
-    """
-
-    num_elements: int
-    num_bytes: int
+_TITLES = ("stage", "modules", "parameters", "GFLOPs", "KiB sent", "% parameters", "% FLOPs")
+_OF_STAGES, _OF_RANKS = ("MiB to train",), ("parameters per rank", "MiB per rank to train")
 
 
 def render_cut(
     stages: Sequence[StageSummary],
     num_parameters: int,
     batch_size: int,
-    shares: Mapping[str, RankShare] | None = None,
+    shares: Mapping[str, int] | None = None,
 ) -> list[str | TextTable]:
     """A line per stage, a line of totals, and the parameters that several stages hold.
 
@@ -35,10 +22,10 @@ def render_cut(
         stages: of the cut.
         num_parameters: of the model; parameters that several stages hold count once.
         batch_size: of the sample; FLOPs and sent bytes are given per sample.
-        shares: a rank's share of each parameter, by name, under tensor parallelism.
+        shares: elements of a rank's share of each parameter, by name, under tensor parallelism.
     """
     flops, held = sum(summary.flops for summary in stages), sum(summary.num_parameters for summary in stages)
-    titles = _TITLES + (_TITLES_OF_SHARES if shares else ())
+    titles = _TITLES + (_OF_RANKS if shares else _OF_STAGES)
     rows: list[tuple[str, ...]] = [
         (
             str(summary.stage),
@@ -48,8 +35,8 @@ def render_cut(
             f"{summary.sent_bytes / batch_size / 1024:,.1f}" if summary.stage < len(stages) - 1 else "-",
             _percent(summary.num_parameters, held),
             _percent(summary.flops, flops),
+            *((f"{sum(shares[name] for name in summary.parameters):,}",) if shares else ()),
             f"{summary.state_bytes / 2**20:,.1f}",
-            *(_held(summary, shares) if shares else ()),
         )
         for summary in stages
     ]
@@ -62,6 +49,7 @@ def render_cut(
         f"{sent / batch_size / 1024:,.1f}",
         "",
         "",
+        *(("",) if shares else ()),
         f"{sum(summary.state_bytes for summary in stages) / 2**20:,.1f}",
     )
     return [TextTable(titles, rows, totals, left=(1,)), *_shared(stages)]
@@ -69,12 +57,6 @@ def render_cut(
 
 def _percent(part: int, total: int) -> str:
     return f"{100 * part / total:.1f}" if total else "-"
-
-
-def _held(summary: StageSummary, shares: Mapping[str, RankShare]) -> tuple[str, str]:
-    held = [shares[name] for name in summary.parameters]
-    num_bytes = sum(share.num_bytes for share in held)
-    return f"{sum(share.num_elements for share in held):,}", f"{num_bytes / 2**20:,.1f}"
 
 
 def _shared(stages: Sequence[StageSummary]) -> list[str]:

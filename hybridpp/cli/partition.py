@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hybridpp.cli.argtypes import counts
 from hybridpp.cli.commands.partition import PartitionArguments
-from hybridpp.cli.cut_table import RankShare, render_cut
+from hybridpp.cli.cut_table import render_cut
 from hybridpp.cli.memory_table import render_memory
 from hybridpp.cli.meta_model import build, load_config
 from hybridpp.cli.output import show, working
@@ -78,7 +78,7 @@ def run(arguments: PartitionArguments) -> None:
         now("trace the model")
         stages, notes = _describe(model, arguments, partition, casted, held, own and own.sample)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    shares = _shares(model, casted, shapes) if division else None
+    shares = {name: math.prod(shapes[name]) for name, _ in model.named_parameters()} if division else None
     parts: list[str | TextTable] = [f"{type(model).__name__}, {_chosen_by(partition)}", ""]
     parts += render_cut(stages, num_parameters, own.batch_size if own else arguments.batch_size, shares)
     if arguments.world_size or arguments.zero_stage or zero.offload_optimizer:
@@ -129,17 +129,6 @@ def _casted(model: nn.Module, precision: Precision) -> dict[int, torch.dtype]:
     module_dtypes = find_module_dtypes(model, (), torch_dtype(precision), norm_modules(model))
     wrap_dtype_boundaries(ModuleAdapter(model), module_dtypes, torch_dtype(precision))
     return dtype_changes(model, working_dtype(model, precision), module_dtypes)
-
-
-def _shares(
-    model: nn.Module, casted: Mapping[int, torch.dtype], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, RankShare]:
-    """A rank's share of each parameter."""
-    shares = {}
-    for name, parameter in model.named_parameters():
-        num_elements = math.prod(shapes[name])
-        shares[name] = RankShare(num_elements, num_elements * casted.get(id(parameter), parameter.dtype).itemsize)
-    return shares
 
 
 def _state_bytes(

@@ -52,7 +52,7 @@ def make_samples(
 def has_samples(model: nn.Module) -> bool:
     """Whether batches can be made from a model's configuration: that of transformers, or of diffusers."""
     config = getattr(model, "config", None)
-    return hasattr(config, "sub_configs") or (isinstance(config, Mapping) and "_class_name" in config)
+    return hasattr(config, "sub_configs") or isinstance(config, Mapping)
 
 
 def describe_sample(model: nn.Module, sample: Any) -> list[str]:
@@ -69,8 +69,10 @@ def describe_sample(model: nn.Module, sample: Any) -> list[str]:
     for modality, names in _MODALITIES.items():
         taken = [name for name in names if name in takes]
         if taken and not any(name in sample for name in names) and not (_TEXT not in takes or _has_main(model, names)):
+            way_out = " (see --images, --sequence-length)" if modality == "images" else ""
+            names_taken = " and ".join(taken)
             lines.append(
-                f"{modality}: none in the sample, so what the model computes of {' and '.join(taken)} is left out"
+                f"{modality}: none in the sample, so what the model computes of {names_taken} is left out{way_out}"
             )
     texts, token = sample.get(_TEXT), _image_token(model.config)
     if isinstance(texts, Tensor) and "pixel_values" in sample and token is not None:

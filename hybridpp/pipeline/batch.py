@@ -176,7 +176,7 @@ def resize_batch(batch: Any, size: int, dims: Dims = 0) -> Any:
             if not isinstance(leaf.values, Tensor):
                 return type(leaf.values)((list(leaf.values) * repeats)[:rows])
             return torch.cat([leaf.values] * repeats, leaf.dim).narrow(leaf.dim, 0, rows)
-        if type(leaf) is PerSample and len(leaf) == given:
+        if isinstance(leaf, PerSample) and len(leaf) == given:
             return (list(leaf) * repeats)[:size]
         is_shared = dim is None or (shared and getattr(path[0], "key", None) in shared)
         if not isinstance(leaf, Tensor) or is_shared or leaf.dim() <= (dim or 0) or leaf.shape[dim or 0] != given:

@@ -1,7 +1,8 @@
 import json
+import sys
 
 import pytest
-from transformers import LlamaConfig, ViTConfig
+from transformers import Gemma3Config, LlamaConfig, ViTConfig
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}
 LLAMA = LlamaConfig(**TINY, num_key_value_heads=2, vocab_size=50, architectures=["LlamaForCausalLM"])
@@ -171,3 +172,59 @@ def test_a_search_for_what_is_no_pipeline_is_refused(refused, folder):
     model = folder(LLAMA)
     assert "--search-schedule is for pipelines" in refused("--model", model, "--search-schedule", "best.csv")
     assert "a .csv or .json file" in refused("--model", model, "--pp-size", "2", "--search-schedule", "best.txt")
+
+
+def test_images_of_the_sample_count_and_what_it_lacks_is_told(printed, folder):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = Gemma3Config(
+        text_config={**sizes, "num_key_value_heads": 2, "vocab_size": 400, "head_dim": 16},
+        vision_config={**sizes, "image_size": 56, "patch_size": 14, "vision_use_head": False},
+        mm_tokens_per_image=4,
+        image_token_index=300,
+        architectures=["Gemma3ForConditionalGeneration"],
+    )
+    flags = ("--model", folder(config), "--sequence-length", "32")
+    found = {images: json.loads(printed(*flags, "--images", images, "--json")) for images in ("0", "1", "2")}
+    assert [one["notes"][0].partition(":")[2][:17] for one in found.values()] == [
+        " none in the samp",
+        " 4 of 32 tokens o",
+        " 8 of 32 tokens o",
+    ]
+    first = [one["ranks"][0]["bytes"]["activations"] for one in found.values()]
+    assert first[0] < first[1] < first[2]
+    assert "images: 4 of 32 tokens of each sample, pixels 1 x 3 x 56 x 56\n" in printed(*flags)
+
+
+def test_flux_is_estimated_from_its_configuration(printed, tmp_path):
+    pytest.importorskip("diffusers")
+    config = {
+        "_class_name": "FluxTransformer2DModel",
+        "attention_head_dim": 16,
+        "axes_dims_rope": [4, 6, 6],
+        "guidance_embeds": True,
+        "in_channels": 4,
+        "joint_attention_dim": 32,
+        "num_attention_heads": 2,
+        "num_layers": 2,
+        "num_single_layers": 2,
+        "pooled_projection_dim": 8,
+    }
+    (tmp_path / "flux").mkdir()
+    (tmp_path / "flux" / "config.json").write_text(json.dumps(config))
+    flags = ("--model", str(tmp_path / "flux"), "--sequence-length", "64", "--pp-size", "2", "--json")
+    one, two = (json.loads(printed(*flags, "--microbatch-size", size)) for size in ("1", "2"))
+    first, second = (found["ranks"][0]["bytes"]["activations"] for found in (one, two))
+    assert 1.7 < second / first < 2.1
+
+
+def test_what_diffusers_lacks_is_told(refused, tmp_path):
+    pytest.importorskip("diffusers")
+    (tmp_path / "config.json").write_text(json.dumps({"_class_name": "Unknown"}))
+    assert "diffusers has no model 'Unknown'" in refused("--model", str(tmp_path))
+    assert "--task is for models of transformers" in refused("--model", str(tmp_path), "--task", "CausalLM")
+
+
+def test_without_diffusers_its_models_are_refused(refused, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    (tmp_path / "config.json").write_text(json.dumps({"_class_name": "FluxTransformer2DModel"}))
+    assert "which is not installed. Run pip install diffusers." in refused("--model", str(tmp_path))

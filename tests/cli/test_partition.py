@@ -240,7 +240,19 @@ def test_shares_are_what_the_ranks_of_a_job_hold(table, config):
     for stage, num_elements, num_bytes in Loopback(4).run(held):
         *_, per_rank, mib = cells[str(stage)]
         assert number(per_rank) == num_elements
-        assert number(mib) == round(num_bytes / 2**20, 1)
+        # Of each element also a sum of gradients, a master weight and two moments.
+        assert number(mib) == pytest.approx((num_bytes + 16 * num_elements) / 2**20, abs=0.051)
+
+
+def test_there_is_one_column_of_memory(table):
+    """Of what a rank holds: a stage's, or its share of a stage."""
+    for more, titles in (
+        ([], ["% FLOPs", "MiB to train"]),
+        (["--tp-size", "2"], ["% FLOPs", "parameters per rank", "MiB per rank to train"]),
+    ):
+        text, _ = table(VIT, "--pp-size", "2", *more)
+        (line,) = (line for line in text.splitlines() if line.startswith("stage |"))
+        assert [title.strip() for title in line.split("|")][6:] == titles
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])

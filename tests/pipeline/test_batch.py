@@ -7,7 +7,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from hybridpp.errors import DataError
-from hybridpp.pipeline import call_arguments, num_samples, split_batch, to_plain_containers
+from hybridpp.pipeline import call_arguments, num_samples, resize_batch, split_batch, to_plain_containers
 
 
 class HostReads(TorchFunctionMode):
@@ -203,3 +203,34 @@ def test_how_a_model_is_called():
     assert call_arguments({"x": tensor}) == ((), {"x": tensor})
     assert call_arguments([tensor, 1]) == call_arguments((tensor, 1)) == ((tensor, 1), {})
     assert call_arguments(tensor) == ((tensor,), {})
+
+
+def test_a_batch_is_resized_by_its_samples():
+    batch = {"x": torch.arange(2), "mask": torch.tensor(1), "names": ["a", "b"]}
+    found = resize_batch(batch, 5)
+    assert found["x"].tolist() == [0, 1, 0, 1, 0]
+    assert found["names"] == ["a", "b", "a", "b", "a"]
+    assert found["mask"] is batch["mask"]
+    assert [one.tolist() for one in resize_batch((torch.arange(3), torch.ones(3, 1)), 1)] == [[0], [[1.0]]]
+    turned = resize_batch({"x": torch.zeros(7, 2), "y": torch.zeros(2)}, 3, {"x": 1})
+    assert (turned["x"].shape, turned["y"].shape) == ((7, 3), (3,))
+
+
+def test_rows_that_are_no_samples_are_resized_with_them_or_not_at_all():
+    flux = {"hidden_states": torch.zeros(2, 16, 4), "img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(8, 3)}
+    found = resize_batch(flux, 3)
+    assert {name: len(one) for name, one in found.items()} == {"hidden_states": 3, "img_ids": 16, "txt_ids": 8}
+    images = {
+        "input_ids": torch.tensor([[9, 9, 9, 9, 1], [9, 1, 1, 1, 1]]),
+        "pixel_values": torch.arange(20)[:, None],
+        "image_grid_thw": torch.tensor([[1, 4, 4], [1, 2, 2]]),
+    }
+    found = resize_batch(images, 3)
+    assert found["image_grid_thw"].tolist() == [[1, 4, 4], [1, 2, 2], [1, 4, 4]]
+    assert found["pixel_values"].flatten().tolist() == [*range(20), *range(16)]
+    packed = {"input_ids": torch.arange(5)[None], "cu_seq_lens_q": torch.tensor([0, 2, 5], dtype=torch.int32)}
+    found = resize_batch(packed, 3)
+    assert found["cu_seq_lens_q"].tolist() == [0, 2, 5, 7]
+    assert found["input_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1]]
+    # As in one micro-batch: what disagrees is handed on.
+    assert len(resize_batch({"x": torch.zeros(2, 3), "y": torch.zeros(2), "table": torch.zeros(7)}, 4)["table"]) == 7
