@@ -16,6 +16,7 @@ def render_plan(result: SearchResult, precision: str, device: DeviceProfile, sec
     best = result.best[0]
     rows = [_row(number, estimate, best) for number, estimate in enumerate(result.best, start=1)]
     reasons = [f"{number:>2}  {why_slower(estimate, best)}" for number, estimate in enumerate(result.best[1:], start=2)]
+    alike = [f"{number:>2}  {_others(one)}" for number, one in enumerate(result.best, start=1) if one.alike]
     source = "units measured" if best.is_measured else "from FLOPs and bytes"
     return [
         f"{result.num_candidates:,} layouts in {seconds:.0f} s, {result.num_estimated:,} of them simulated, "
@@ -24,6 +25,7 @@ def render_plan(result: SearchResult, precision: str, device: DeviceProfile, sec
         _table(rows),
         f"batches: micro-batches of a replica and their size; {best.global_batch:,} samples in a step",
         "",
+        *(["as fast, and no smaller", *alike, ""] if alike else []),
         *(["why slower than the first (which has in brackets)", *reasons, ""] if reasons else []),
         plugin_call(best, precision),
     ]
@@ -43,6 +45,20 @@ def _row(number: int, estimate: LayoutEstimate, best: LayoutEstimate) -> tuple[s
         f"{time.step_ms:,.1f}",
         f"{100 * slower:.1f} %" if number > 1 else "",
     )
+
+
+def _others(estimate: LayoutEstimate) -> str:
+    """The layouts that are like this one, by what is different."""
+    own = estimate.settings
+    by_schedule: dict[str, list[str]] = {}
+    for other in estimate.alike:
+        schedule = "" if other.get("schedule") == own.get("schedule") else str(other.get("schedule") or "1f1b")
+        by_schedule.setdefault(schedule, []).append(str(other.get("zero_stage", 0)))
+    parts = [
+        f"{f'{schedule} and ' if schedule else ''}zero {', '.join(sorted(stages))}"
+        for schedule, stages in sorted(by_schedule.items())
+    ]
+    return f"also with {'; '.join(parts)}"
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> TextTable:

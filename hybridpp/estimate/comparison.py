@@ -5,6 +5,9 @@ from typing import Any
 
 from hybridpp.estimate.layout_estimate import LayoutEstimate
 
+SAME_TIME = 5e-4
+"""The share of a step below which two layouts do not differ to who reads a table."""
+
 
 def why_slower(estimate: LayoutEstimate, best: LayoutEstimate) -> str:
     """The main reason why a layout takes longer than the best one."""
@@ -16,8 +19,11 @@ def why_slower(estimate: LayoutEstimate, best: LayoutEstimate) -> str:
         "update": time.update_ms - other.update_ms,
     }
     reason = max(differences, key=lambda name: differences[name])
-    if differences[reason] <= 1e-9 * max(time.step_ms, 1e-9):
-        return "as fast"
+    if time.step_ms - other.step_ms <= SAME_TIME * max(time.step_ms, other.step_ms):
+        sizes = estimate.worst.total / 2**30, best.worst.total / 2**30
+        if sizes[0] == sizes[1]:
+            return "as fast"
+        return f"as fast: a rank holds {sizes[0]:.2f} GiB ({sizes[1]:.2f})"
     if reason == "idle":
         return (
             f"ranks wait {100 * _share(idle[0], time.step_ms):.0f} % of the step, for others or for gradients "

@@ -68,6 +68,7 @@ class LayoutEstimate:
         ranks: memory of the ranks at each place of the pipeline.
         time: of a step.
         is_measured: whether the times of units were measured.
+        alike: settings of other layouts of a search that take as long, and hold as much or more.
     """
 
     sizes: JobSizes
@@ -76,6 +77,7 @@ class LayoutEstimate:
     ranks: tuple[RankEstimate, ...]
     time: StepTime
     is_measured: bool = False
+    alike: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def worst(self) -> RankEstimate:

@@ -2,11 +2,12 @@
 
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt
-from typing import Any
+from typing import Any, TypeAlias
 
 from hybridpp.errors import ConfigError, HybridppError
+from hybridpp.estimate.comparison import SAME_TIME
 from hybridpp.estimate.layout_estimate import JobSizes, LayoutEstimate, LayoutEstimator
 from hybridpp.schedule import SCHEDULES
 
@@ -15,6 +16,11 @@ _LARGEST_MICROBATCH = 16
 _MOST = 2**32
 # Of layouts that are too large by themselves, so many are estimated to name the nearest.
 _NUM_NEAREST = 12
+# The share of a rank's memory below which two layouts do not differ to who reads a table.
+_SAME_SIZE = 5e-3
+
+_Kept: TypeAlias = tuple[float, tuple[Any, ...], int, LayoutEstimate]
+"""The time of a step, what decides between equal ones, the candidate's number and its estimate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +86,8 @@ class SearchResult:
     """The result of a search.
 
     Attributes:
-        best: the layouts that fit, the fastest first.
+        best: the layouts that fit, the fastest first. Of those that differ only in ZeRO's stage or the schedule, and
+            take as long, the simplest is there, and names those that hold no less (``alike``).
         num_candidates: layouts of the space.
         num_estimated: of which so many had to be estimated.
         num_too_large: of these, so many did not fit.
@@ -126,7 +133,7 @@ def search(estimator: LayoutEstimator, space: SearchSpace) -> SearchResult:
         except HybridppError as error:
             reasons[str(error)] = reasons.get(str(error), 0) + 1
     heapq.heapify(bounded)
-    kept: list[tuple[float, tuple[Any, ...], int, LayoutEstimate]] = []
+    kept: list[_Kept] = []
     least: LayoutEstimate | None = None
     while bounded:
         bound, order, number = heapq.heappop(bounded)
@@ -144,14 +151,38 @@ def search(estimator: LayoutEstimator, space: SearchSpace) -> SearchResult:
             if least is None or estimate.worst.total < least.worst.total:
                 least = estimate
             continue
-        kept.append((estimate.time.step_ms, order, number, estimate))
-        kept.sort(key=lambda one: one[:3])
+        _keep(kept, (estimate.time.step_ms, order, number, estimate))
         del kept[space.num_kept :]
     if not kept:
         nearest = _nearest(estimator, space, candidates, refused)
         least = min((one for one in (least, nearest) if one), key=lambda one: one.worst.total, default=None)
         raise ConfigError(_nothing_fits(space, least, reasons))
     return SearchResult(tuple(one[3] for one in kept), len(candidates), num_estimated, num_too_large, least)
+
+
+def _keep(kept: list[_Kept], new: _Kept) -> None:
+    """Add a layout to those that are kept, or to one of them that nobody would choose it before."""
+    for index, old in enumerate(kept):
+        for first, second in ((old, new), (new, old)):
+            if first[1:3] <= second[1:3] and _is_as_good(first[3], second[3]):
+                others = (*first[3].alike, second[3].settings, *second[3].alike)
+                kept[index] = (*first[:3], replace(first[3], alike=others))
+                kept.sort(key=lambda one: one[:3])
+                return
+    kept.append(new)
+    kept.sort(key=lambda one: one[:3])
+
+
+def _is_as_good(one: LayoutEstimate, other: LayoutEstimate) -> bool:
+    """Whether a layout takes as long as another one of its shape, and holds no more."""
+
+    def shape(estimate: LayoutEstimate) -> tuple[Any, ...]:
+        given = {name: value for name, value in estimate.settings.items() if name not in ("zero_stage", "schedule")}
+        return estimate.sizes, given
+
+    times = one.time.step_ms, other.time.step_ms
+    is_as_fast = abs(times[0] - times[1]) <= SAME_TIME * max(times)
+    return is_as_fast and one.worst.total <= (1 + _SAME_SIZE) * other.worst.total and shape(one) == shape(other)
 
 
 def _nearest(

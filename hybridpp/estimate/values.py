@@ -35,6 +35,7 @@ def values_of(estimate: LayoutEstimate) -> dict[str, Any]:
         "num_microbatches": sizes.num_microbatches,
         "global_batch": estimate.global_batch,
         "settings": dict(estimate.settings),
+        "alike": [dict(one) for one in estimate.alike],
         "ranks": [
             {
                 "position": rank.position,
