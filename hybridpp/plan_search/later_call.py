@@ -14,6 +14,7 @@ from hybridpp.nn import walk
 from hybridpp.nn.torch_private import CALL, buffers_of, parameters_of, pytree
 from hybridpp.plan_search.block_run import BlockCall, ReferenceBlock, SampleCall, randomized_copy
 from hybridpp.plan_search.block_ways import ways_of_call
+from hybridpp.plan_search.narrowed_block import narrowed_block
 from hybridpp.plan_search.trial_errors import failure_reason, is_machine_failure
 from hybridpp.plan_search.verify import Rejected, verify
 from hybridpp.sharding_plan.sharding_spec import ShardingSpec
@@ -173,8 +174,13 @@ def try_later_call(block: nn.Module, spec: ShardingSpec, call: LaterCall, tp_siz
     """
     no_autocast = torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
     with preserved_random_state(torch.device("cpu")), torch.enable_grad(), no_autocast:
+        arguments = call.arguments
+        narrow = narrowed_block(block, [arguments], tp_size)
+        inner = narrow and narrow.narrowed(spec)
+        if narrow is not None and inner is not None:
+            block, spec, arguments = narrow.block, inner, narrow.first_call
         try:
-            reference = randomized_copy(block, [call.arguments])
+            reference = randomized_copy(block, [arguments])
             taken = _ways(reference, call.training)
             is_finite = all(bool(result.isfinite().all()) for result in reference.outcome.results.values())
         except Exception as error:  # random numbers may make a block raise anything

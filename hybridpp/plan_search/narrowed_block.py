@@ -67,6 +67,18 @@ class _Sizes(NamedTuple):
     arguments: list[list[_Shape | None] | None]
 
 
+class _Step(NamedTuple):
+    """Sizes of which some are divided by a prime.
+
+    Attributes:
+        values: that are divided.
+        ways: the sizes after it: where a value is that of other things, too, there are several.
+    """
+
+    values: frozenset[int]
+    ways: Iterator[_Sizes]
+
+
 class _Structure(NamedTuple):
     """What a block runs.
 
@@ -94,6 +106,13 @@ class NarrowedBlock:
     share: int
     _real: nn.Module
     _shapes: tuple[Mapping[Any, _Shape], Mapping[Any, _Shape]] = field(repr=False)
+
+    @property
+    def first_call(self) -> SampleCall:
+        """The call in evaluation."""
+        call = self.calls[0]
+        assert call is not None, "a block that is tried is called"
+        return call
 
     def narrowed(self, spec: ShardingSpec) -> ShardingSpec | None:
         """A spec of the block, for the copy; None: it has sizes that the copy does not have."""
@@ -180,12 +199,7 @@ def narrowed_block(block: nn.Module, calls: Sequence[SampleCall | None], tp_size
     """
     if sum(held.numel() for held in walk.parameters(block)) < LARGE:
         return None
-    try:
-        return _Narrowing(block, calls, tp_size).run()
-    except Exception as error:  # a block may raise anything
-        if is_machine_failure(error):
-            raise
-        return None
+    return _Narrowing(block, calls, tp_size).run()
 
 
 class _Narrowing:
@@ -207,8 +221,6 @@ class _Narrowing:
             sizes = self._divided(sizes, steps)
         if sizes is self._first or not all(self._is_alike(sizes, *way) for way in self._other_ways()):
             return None
-        call = self._calls[0]
-        assert call is not None, "a block that is tried is called"
         real, narrow = self._expected[0, False], self._structure(sizes, 0, False)
         if real is None or narrow is None:
             return None
@@ -224,20 +236,22 @@ class _Narrowing:
                 yield number, False
                 yield number, True
 
-    def _divided(self, sizes: _Sizes, steps: Callable[[_Sizes, int], Iterator[_Sizes]]) -> _Sizes:
+    def _divided(self, sizes: _Sizes, steps: Callable[[_Sizes, int], Iterator["_Step"]]) -> _Sizes:
         """Sizes after as many steps as are needed, and as the copy still runs as the block does."""
         for prime in _PRIMES:
-            found: _Sizes | None = sizes
-            while found is not None and _num_elements(found) > _FEW:
-                sizes = found
-                # Both modes: a copy that is wrong in training is no step.
-                found = next((one for one in steps(sizes, prime) if self._is_alike_in_both(one)), None)
-            sizes = found or sizes
+            # What was of no use is of none after another step either.
+            useless: set[frozenset[int]] = set()
+            while _num_elements(sizes) > _FEW and self._num_runs < _MOST_RUNS:
+                step = next((one for one in steps(sizes, prime) if one.values not in useless), None)
+                if step is None:
+                    break
+                found = next(filter(self._is_alike_in_both, step.ways), None)
+                if found is None:
+                    useless.add(step.values)
+                sizes = found or sizes
         return sizes
 
     def _is_alike_in_both(self, sizes: _Sizes) -> bool:
-        if self._num_runs >= _MOST_RUNS:
-            return False
         return self._is_alike(sizes, 0, False) and self._is_alike(sizes, 0, True)
 
     def _is_alike(self, sizes: _Sizes, number: int, training: bool) -> bool:
@@ -263,62 +277,57 @@ class _Narrowing:
                 raise
             return None
 
-    def _expert_steps(self, sizes: _Sizes, prime: int) -> Iterator[_Sizes]:
-        """Sizes with fewer experts."""
-        stacked = {shape[0] for shape in sizes.params.values() if len(shape) == 3}
-        named = {
-            value
-            for (_, key), value in sizes.attributes.items()
-            if type(value) is int and _EXPERTS.search(key) and value in stacked
-        }
-        for count in sorted(named or stacked):
+    def _expert_steps(self, sizes: _Sizes, prime: int) -> Iterator[_Step]:
+        """Steps to fewer experts."""
+        heads = {value for (_, key), value in sizes.attributes.items() if type(value) is int and _counts_heads(key)}
+        for count in sorted(_expert_counts(sizes) - heads):
             less = count // prime
-            if count % prime or less < _LEAST_EXPERTS or not _keeps(count, less, self._tp_size):
-                continue
-            # A vector of as many numbers may be one of channels.
-            for vectors in (True, False):
+            if count % prime == 0 and less >= _LEAST_EXPERTS and _keeps(count, less, self._tp_size):
+                yield _Step(frozenset({count}), self._fewer_experts(sizes, count, less))
 
-                def of_shape(shape: _Shape, vectors: bool = vectors, count: int = count, less: int = less) -> _Shape:
-                    is_of_experts = shape[:1] == (count,) and (len(shape) > 1 or vectors)
-                    return (less, *shape[1:]) if is_of_experts else shape
+    def _fewer_experts(self, sizes: _Sizes, count: int, less: int) -> Iterator[_Sizes]:
+        # A vector of as many numbers may be one of channels.
+        for vectors in (True, False):
 
-                params = {name: of_shape(shape) for name, shape in sizes.params.items()}
-                holders = {
-                    id(walk.submodule(self._block, name.rpartition(".")[0]))
-                    for name, shape in params.items()
-                    if shape != sizes.params[name]
-                }
-                attributes = {
-                    place: less
-                    if value == count and type(value) is int and (_EXPERTS.search(place[1]) or place[0] in holders)
-                    and not re.search(r"heads|dim", place[1])
-                    else value
-                    for place, value in sizes.attributes.items()
-                }
-                buffers = {name: of_shape(shape) for name, shape in sizes.buffers.items()}
-                yield sizes._replace(params=params, buffers=buffers, attributes=attributes)
+            def of_shape(shape: _Shape, vectors: bool = vectors) -> _Shape:
+                is_of_experts = shape[:1] == (count,) and (len(shape) > 1 or vectors)
+                return (less, *shape[1:]) if is_of_experts else shape
 
-    def _width_steps(self, sizes: _Sizes, prime: int) -> Iterator[_Sizes]:
-        """Sizes with fewer channels: of all that can be divided, then of one alone and its multiples (fused layers)."""
+            params = {name: of_shape(shape) for name, shape in sizes.params.items()}
+            changed = [name for name, shape in params.items() if shape != sizes.params[name]]
+            holders = {id(walk.submodule(self._block, name.rpartition(".")[0])) for name in changed}
+
+            def of_attribute(owner: int, key: str, value: Any, holders: Collection[int] = holders) -> Any:
+                is_count = _EXPERTS.search(key) or (owner in holders and not re.search("heads|dim", key))
+                return less if type(value) is int and value == count and is_count else value
+
+            yield sizes._replace(
+                params=params,
+                buffers={name: of_shape(shape) for name, shape in sizes.buffers.items()},
+                attributes={place: of_attribute(*place, value) for place, value in sizes.attributes.items()},
+            )
+
+    def _width_steps(self, sizes: _Sizes, prime: int) -> Iterator[_Step]:
+        """Steps to fewer channels: of all that can be divided, then of one alone and its multiples (fused layers)."""
         values = self._divisible(sizes, prime)
-        if not values:
-            return
         weight: dict[int, int] = {}
         for shape in sizes.params.values():
             for value in values.intersection(shape):
                 weight[value] = weight.get(value, 0) + _product(shape)
-        singles = sorted(weight, key=lambda value: -weight[value])
         chosen = [frozenset(values)]
-        for value in singles:
+        for value in sorted(weight, key=lambda value: -weight[value]):
             chosen.append(frozenset({value}))
             chosen.append(frozenset(value * number for number in (1, 2, 3, 4)) & values)
-        yielded: list[_Sizes] = []
         for some in dict.fromkeys(one for one in chosen if one):
-            for vectors, matrices, dims in product((True, False), (True, False), ("last", "any", "none")):
-                made = self._narrower(sizes, some, prime, vectors, matrices, dims)
-                if made not in yielded and made != sizes:
-                    yielded.append(made)
-                    yield made
+            yield _Step(some, self._fewer_channels(sizes, some, prime))
+
+    def _fewer_channels(self, sizes: _Sizes, values: Collection[int], prime: int) -> Iterator[_Sizes]:
+        seen = [sizes]
+        for vectors, matrices, dims in product((True, False), (True, False), ("last", "any", "none")):
+            made = self._narrower(sizes, values, prime, vectors, matrices, dims)
+            if made not in seen:
+                seen.append(made)
+                yield made
 
     def _divisible(self, sizes: _Sizes, prime: int) -> set[int]:
         """The sizes that can be divided by a prime, with whatever the number of ranks divides still divided."""
@@ -484,7 +493,7 @@ class _Likeness:
         )
 
     def _is_less(self, size: int, less: int, is_last: bool) -> bool:
-        if size in self._counts and less not in self._new[size]:
+        if size in self._counts and less not in self._new.get(size, ()):
             if not is_last or 2 * less not in self._new.get(2 * size, ()):
                 return False
         return bool(less) and size % less == 0 and _keeps(size, less, self._tp_size)
@@ -492,6 +501,14 @@ class _Likeness:
 
 def _is_count(key: str) -> bool:
     return bool(_COUNTS.search(key)) and not _SIZES.search(key)
+
+
+def _expert_counts(sizes: _Sizes) -> set[int]:
+    """Numbers of experts: those of weights of three dimensions."""
+    stacked = {shape[0] for shape in sizes.params.values() if len(shape) == 3}
+    attributes = sizes.attributes.items()
+    named = {value for (_, key), value in attributes if type(value) is int and _EXPERTS.search(key)}
+    return stacked & named or stacked
 
 
 def _counts_heads(key: str) -> bool:
@@ -504,10 +521,11 @@ def _keeps(size: int, less: int, unit: int) -> bool:
 
 
 def _all_sizes(sizes: _Sizes) -> Iterator[int]:
+    """Those that are no counts, in order."""
     for shape in (*sizes.params.values(), *sizes.buffers.values()):
-        yield from shape
-    for value in sizes.attributes.values():
-        yield from _numbers_in(value)
+        yield from shape[1:] if len(shape) == 3 else shape
+    for (_, key), value in sizes.attributes.items():
+        yield from () if _is_count(key) else _numbers_in(value)
     for call in sizes.arguments:
         for one in call or ():
             yield from one or ()

@@ -13,6 +13,7 @@ from hybridpp.nn.names import qualified
 from hybridpp.nn.torch_private import HOLDERS, has_no_data, pytree
 from hybridpp.plan_search.block_run import ReferenceBlock, ResultsDiffer, SampleCall, randomized_copy
 from hybridpp.plan_search.model_search import calls_of, infer_plan, kind_of
+from hybridpp.plan_search.narrowed_block import narrowed_block
 from hybridpp.plan_search.run_formats import BlockFormats, RunFormats
 from hybridpp.plan_search.trial_errors import is_machine_failure
 from hybridpp.plan_search.verify import Rejected, verify
@@ -169,6 +170,20 @@ def _checked(
     block: nn.Module, spec: ShardingSpec, calls: Sequence[SampleCall | None], tp_size: int, formats: BlockFormats | None
 ) -> ShardingSpec | PlanFault | str:
     """The completed spec of a block, or what is wrong with it, or why it cannot be tried."""
+    narrow = narrowed_block(block, calls, tp_size)
+    inner = narrow and narrow.narrowed(spec)
+    if narrow is None or inner is None:
+        return _verified(block, spec, calls, tp_size, formats)
+    found = _verified(narrow.block, inner, narrow.calls, tp_size, formats)
+    if not isinstance(found, ShardingSpec):
+        return found
+    widened = narrow.widened(found)
+    return _verified(block, spec, calls, tp_size, formats) if widened is None else widened
+
+
+def _verified(
+    block: nn.Module, spec: ShardingSpec, calls: Sequence[SampleCall | None], tp_size: int, formats: BlockFormats | None
+) -> ShardingSpec | PlanFault | str:
     layers = list(dict.fromkeys((*spec.holders(), *sorted(spec.reduce_outputs | spec.copy_inputs))))
     try:
         reference = randomized_copy(block, calls, formats)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from hybridpp.nn.linear import is_linear, linear_shapes
 from hybridpp.nn.torch_private import NormWithStatistics, pytree
 from hybridpp.plan_search.block_run import ReferenceBlock, ResultKey, SampleCall, randomized_copy
+from hybridpp.plan_search.narrowed_block import narrowed_block
 from hybridpp.plan_search.run_formats import BlockFormats
 from hybridpp.plan_search.sequence_dataflow import SequenceDataflow, sequence_dataflow
 from hybridpp.plan_search.sequence_verify import training_obstacle, verify_sequence
@@ -61,6 +62,10 @@ def search_sequence_block(
         formats: in which the block will run; None: not known.
         collected: results of modules inside that hooks collect, and that must be complete.
     """
+    narrow = narrowed_block(block, calls, tp_size)
+    inner = narrow and narrow.narrowed(spec)
+    if narrow is not None and inner is not None:
+        block, calls, spec = narrow.block, narrow.calls, inner
     calls = [call and _with_distinct_positions(call) for call in calls]
     try:
         return _Search(randomized_copy(block, calls, formats, collected), spec, tp_size).run()
