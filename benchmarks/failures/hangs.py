@@ -96,7 +96,6 @@ def call_cases() -> list[Case]:
         *(Case(what, 1, "trace", text.replace("save", "boost"), setup) for what, text in _KINDS.items()),
         Case("sleep", 3, "constructor", "Rank 3 has not come to", script),
         Case("stop", 0, "constructor", STOPPED, script),
-        Case("sleep", 0, "group", "it is in making HybridParallelPlugin", setup),
         Case("stop", 2, "group", STOPPED, setup),
     ]
 

@@ -154,8 +154,6 @@ def _awaited_by(
 ) -> Sequence[int] | None:
     """The ranks that a rank waits for and that have not come; None: it waits for none."""
     awaited = state.awaited
-    if state.connects and awaited is not None:
-        return [rank for rank in awaited.ranks if rank in silent or states[rank].has_left or not states[rank].connects]
     if awaited is not None and awaited.number is None:
         return awaited.ranks
     if awaited is not None and awaited.number is not None:

@@ -10,7 +10,7 @@ Section: TypeAlias = Literal["script", "setup", "data", "step", "save"]
 
 
 CONNECTION = "a connection"
-"""What ranks wait for that connect: each for all others."""
+"""What ranks wait for that connect: each for all others, which it must do as often as this one."""
 
 
 class Awaited(NamedTuple):
@@ -20,7 +20,7 @@ class Awaited(NamedTuple):
         what: ``"a message"``, ``"a collective"``, :data:`CONNECTION`, or another noun.
         ranks: of the world, of which at least one has not come to it.
         group: name of the group.
-        number: of the collective among those of the group; None: a message.
+        number: of the collective among those of the group, or of the connection; None: a message.
     """
 
     what: str

@@ -83,7 +83,7 @@ class TorchWorld:
         # In order of creation, the same on all ranks; None: this rank is in none of the lists.
         self._groups: dict[_Key, TorchGroup | None] = {}
         self._users: dict[_Key, WeakSet[TorchGroup]] = {}
-        self._num_made = self._num_meetings = 0
+        self._num_made = self._num_meetings = self._num_connections = 0
 
     @property
     def device(self) -> torch.device:
@@ -210,7 +210,8 @@ class TorchWorld:
     def _num_started(self) -> dict[str, int]:
         """How many collectives of each group this rank has started; called by the watchdog's thread."""
         groups = [self._control, *list(self._groups.values())]
-        return {group_key(group.name, group.ranks): group.started[0] for group in groups if group is not None}
+        started = {group_key(group.name, group.ranks): group.started[0] for group in groups if group is not None}
+        return started | {group_key("", range(self.size)): self._num_connections}
 
     def leave(self) -> None:
         """Leave the job, and release all resources of its groups in this process."""
@@ -255,7 +256,9 @@ class TorchWorld:
     def _new_group(self, ranks: list[int] | None, **options: Any) -> dist.ProcessGroup:
         """A new group of ``torch.distributed``; None: of all ranks. Collective: all ranks, or that one alone."""
         others = tuple(rank for rank in range(self.size) if rank != self.rank and ranks != [self.rank])
-        self.progress.begin_wait(lambda: Awaited(CONNECTION, others, ""))
+        self._num_connections += len(others) > 0
+        number = self._num_connections
+        self.progress.begin_wait(lambda: Awaited(CONNECTION, others, "", number))
         try:
             with self.progress.connecting():
                 group: dist.ProcessGroup = connected(

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from hybridpp.cluster.child_processes import end_process
 from hybridpp.cluster.exit_reports import ExitReason
 from hybridpp.cluster.hang_report import EXIT_CODE, SuspectFinding, Suspicion, WatchedState, find_suspect, report
+from hybridpp.cluster.patient_store import SilentStoreError, ask
 from hybridpp.cluster.progress import Awaited, Progress
 from hybridpp.cluster.python_stacks import (
     StackDump,
@@ -42,6 +43,7 @@ _MAX_TICK_S = 2.0
 _SILENT_TICKS = 4
 # How long the reporting rank waits for the suspect, and for others to see that it has reported.
 _FINDING_S, _END_S = 2.5, 3.0
+_EXIT_REASON_S = 1.0
 # From seeing the end to the exit: the reporting rank goes first, as the launcher ends all others then.
 _LEAD_S = 0.3
 _POLL_S = 0.05
@@ -222,7 +224,7 @@ class Watchdog:
         """What the suspect tells; else what this process, or one on its host, sees of it."""
         if suspect.rank == self._board.rank:
             return self._own_finding()
-        reason = self._rank.exit_reason(suspect.rank)
+        reason = self._exit_reason(suspect.rank)
         if suspect.process.condition and (is_silent or not suspect.process.is_in_kernel):
             return SuspectFinding(condition=suspect.process.condition, exit_reason=reason)
         if suspect.process.is_visible and is_silent:
@@ -234,6 +236,13 @@ class Watchdog:
                 return SuspectFinding(**found)
             time.sleep(_POLL_S)
         return _seen_from_outside(suspect.process, suspect.stack_file, reason)
+
+    def _exit_reason(self, rank: int) -> str:
+        """How a rank has ended; empty also where the store is busy, as while ranks connect over it."""
+        try:
+            return ask(lambda: self._rank.exit_reason(rank), _EXIT_REASON_S)
+        except SilentStoreError:
+            return ""
 
     def _own_finding(self) -> SuspectFinding:
         process = self._state.process
@@ -254,7 +263,7 @@ class Watchdog:
             self._board.put("finding", asdict(self._own_finding()))
         elif alarm["is_silent"] and process.is_visible and self._board.is_first(f"neighbour of {alarm['suspect']}"):
             # The reporting rank may be on another host.
-            reason = self._rank.exit_reason(alarm["suspect"])
+            reason = self._exit_reason(alarm["suspect"])
             self._board.put("finding", asdict(_seen_from_outside(process, alarm["stack_file"], reason)))
         until = time.monotonic() + _FINDING_S + 2 * _END_S
         with contextlib.suppress(StoreSilentError):

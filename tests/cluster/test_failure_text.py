@@ -151,7 +151,7 @@ def test_ctrl_c_is_one_line_that_says_where_the_script_was():
 
 
 @pytest.mark.parametrize("is_caught_late", [False, True])
-def test_of_a_killed_worker_its_process_its_signal_and_what_may_have_killed_it_are_told(is_caught_late):
+def test_of_a_killed_worker_its_process_and_signal_are_told(is_caught_late):
     def fail():
         try:
             raise RuntimeError("DataLoader worker (pid 4711) is killed by signal: Killed. ")

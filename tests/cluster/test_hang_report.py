@@ -58,10 +58,13 @@ def test_a_collective_that_all_have_started_blames_the_network():
 
 
 def connecting(rank, others):
-    return WatchedState(rank=rank, process=PROCESS, section="setup", awaited=Awaited(CONNECTION, tuple(others), ""))
+    awaited = Awaited(CONNECTION, tuple(others), "", 3)
+    return WatchedState(
+        rank=rank, process=PROCESS, section="setup", awaited=awaited, started={group_key("", range(3)): 3}
+    )
 
 
-def test_of_ranks_that_connect_the_one_that_does_not_or_is_silent_is_the_suspect():
+def test_of_ranks_that_connect_the_suspect_has_not_come_or_is_silent():
     states = by_rank(connecting(0, [1, 2]), connecting(1, [0, 2]), connecting(2, [0, 1]))
     assert find_suspect(states, (), 0) == Suspicion((0,), "network")
     assert find_suspect(states, {1}, 0) == Suspicion((0, 1))

@@ -42,7 +42,7 @@ class _Blocked(Dataset):
         return index
 
 
-def test_of_the_workers_of_a_dataloader_the_one_at_work_shows_its_stack():
+def test_of_the_workers_of_a_dataloader_one_at_work_shows_its_stack():
     dump = StackDump()
     dataset = _Blocked()
     batches = iter(DataLoader(dataset, num_workers=1, multiprocessing_context="fork"))

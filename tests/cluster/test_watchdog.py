@@ -41,7 +41,7 @@ def test_a_hang_is_reported_once_with_its_place(size, what, rank, where, expecte
     assert job.returncode in (75, os.EX_OK + 9)
 
 
-def test_a_save_in_the_background_that_holds_up_the_end_of_a_script_is_reported(monkeypatch, tmp_path):
+def test_a_save_that_holds_up_the_end_of_a_script_is_reported(monkeypatch, tmp_path):
     monkeypatch.setenv("FOLDER", str(tmp_path))
     job = run_script(2, SCRIPT, "lock", "1", "background", "limit=5", "save=3", "wait=0")
     assert re.findall(r"The first suspect is rank (\d)", job.stderr) == ["1"], job.stderr
