@@ -4,6 +4,7 @@
     python benchmarks/failures/recovery.py seeded   # 20 kills at random in 300 steps of one run
     python benchmarks/failures/recovery.py stops    # SIGTERM and SIGUSR1 at 20 random times
     python benchmarks/failures/recovery.py fewer    # goes on with 2 ranks where 4 were
+    python benchmarks/failures/recovery.py frozen   # the launcher is stopped (SIGSTOP), and goes on later
 
 Every run is ``tests/scripts/recovering.py``: 2 stages and 2 replicas, dropout, Adam, a shuffled loader. Times are of
 the whole machine, which also has other work: seconds, not more.
@@ -21,6 +22,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "scripts" / "recovering.py"
@@ -171,9 +174,30 @@ def fewer() -> None:
     print(f"2 ranks in place of 4 from step {start} on: losses of {12 - start} steps differ by at most {apart:.1e}")
 
 
+def frozen() -> None:
+    """The launcher, whose process has the job's store, is stopped in the middle of a watched run."""
+    arguments = ("--steps", 40, "--pause", 0.1)
+    expected = clean(*arguments)
+    job = Job(*arguments, "--watchdog", 5)
+    job.wait_for_step(5)
+    ranks = [psutil.Process(int(path.read_text())) for path in job.path.glob("pid-*")]
+    os.kill(job.process.pid, signal.SIGSTOP)
+    start = time.monotonic()
+    while any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks):
+        time.sleep(0.1)
+        if time.monotonic() - start > 120:
+            break
+    seconds, step = time.monotonic() - start, max(job.losses())
+    os.kill(job.process.pid, signal.SIGCONT)
+    code, printed = job.end()
+    is_same = "0 bits differ" if job.result() == expected else "DIFFERS"
+    print(f"launcher stopped at step 5: ranks at step {step} ended after {seconds:.1f} s; exit {code}, {is_same}")
+    print(printed)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("kills", "seeded", "stops", "fewer"))
+    parser.add_argument("what", choices=("kills", "seeded", "stops", "fewer", "frozen"))
     parser.add_argument("--ranks", type=int, nargs="+", default=list(range(NUM_RANKS)))
     parser.add_argument("--places", nargs="+", choices=PLACES, default=list(PLACES))
     parser.add_argument("--number", type=int, default=20, help="of kills or stops")
@@ -185,5 +209,7 @@ if __name__ == "__main__":
         seeded(options.number, options.steps)
     elif options.what == "stops":
         stops(options.number)
-    else:
+    elif options.what == "fewer":
         fewer()
+    else:
+        frozen()

@@ -209,7 +209,7 @@ def test_a_default_group_that_is_bound_to_a_device_sets_the_device():
     assert second == (True, False, *first[2:]), "a group of some ranks is made by all of them"
 
 
-def test_ranks_connect_over_a_store_that_is_cut_off_no_longer_than_they_may(monkeypatch):
+def test_ranks_that_connect_over_a_store_that_is_cut_off_give_up(monkeypatch):
     monkeypatch.setattr("hybridpp.cluster.torch_world.PATIENCE_S", 0.05)
     with pytest.raises(SilentStoreError, match=r"has not answered for 0\.1 s"):
         connected(threading.Event().wait, timedelta(seconds=0.05))

@@ -165,7 +165,7 @@ def instrument() -> None:
     executor._Handlers.by_kind = wrapped
     fsspec.register_implementation("hanging", Files)
     folder_save.write_holdings = hanging("save", folder_save.write_holdings)
-    folder_save.write_images = hanging("background", folder_save.write_images)
+    folder_save.write_images = hanging("background", folder_save.write_images, HANG_AT)
 
 
 def criterion(outputs: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
