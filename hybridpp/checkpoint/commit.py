@@ -142,11 +142,13 @@ def open_step(path: AnyPath, step: int) -> Manifest:
     """The manifest of a step.
 
     Raises:
-        CheckpointError: it is damaged or not of this step, or files are missing or have other sizes.
+        CheckpointError: it is damaged, not of this step or of no run, or files are missing or have other sizes.
     """
     manifest = read_manifest(step_folder(path, step))
     if manifest.step != step:
         raise CheckpointError(f"{MANIFEST} is of step {manifest.step}")
+    if "models" not in manifest.state:
+        raise CheckpointError(f"{MANIFEST} is not of a run, but of an optimizer or an LR schedule alone")
     return manifest
 
 

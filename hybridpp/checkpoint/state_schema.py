@@ -22,7 +22,11 @@ from hybridpp.checkpoint.schema import (
 )
 from hybridpp.errors import CheckpointError
 
-_DTYPES = frozenset(str(value).removeprefix("torch.") for value in vars(torch).values() if type(value) is torch.dtype)
+_DTYPES = frozenset(
+    str(value).removeprefix("torch.")
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype) and value.is_floating_point
+)
 # A loader draws once for each pass that there was.
 _MOST_PASSES = 10**7
 _MOST_RANKS = 2**24

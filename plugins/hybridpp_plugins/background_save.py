@@ -206,7 +206,7 @@ class BackgroundSave:
                     raise _CancelledSave
                 continue
             self._missing = None
-            parts.append(_said(path))
+            parts.append(_left_part(path))
             if "failure" in parts[-1]:
                 raise CheckpointError(f"rank {len(parts) - 1} failed: {parts[-1]['failure']}")
             deadline, seen = time.monotonic() + _TIMEOUT_S, 0
@@ -218,7 +218,7 @@ class BackgroundSave:
         return sum(file.stat().st_size for file in self._folder.iterdir() if file.name.startswith(prefix))
 
 
-def _said(path: AnyPath) -> Mapping[str, Any]:
+def _left_part(path: AnyPath) -> Mapping[str, Any]:
     """What a rank says of its part.
 
     Raises:

@@ -39,10 +39,8 @@ def resume_run(parts: Sequence[RunParts], path: AnyPath, *, start_fresh: bool, r
     names = gather_objects(control, _RESUME, [state.group_names for state in states])
     folder = step_folder(path, manifest.step)
     failure: Exception | None = None
-    stored: Sequence[Any] = manifest.state.get("models", [])
+    stored: Sequence[Any] = manifest.state["models"]
     try:
-        if "models" not in manifest.state:
-            raise CheckpointError("it holds no run, but an optimizer or an LR schedule alone")
         if len(stored) != len(states):
             there = ", ".join(model["class"] for model in stored)
             here = ", ".join(type(state.engine.model).__name__ for state in states)
