@@ -47,14 +47,20 @@ def read_manifest(folder: AnyPath) -> Manifest:
     except ValueError as error:
         raise CheckpointError(f"{MANIFEST} is wrong: {error}") from error
     for name, file in manifest.files.items():
-        path = folder / name
-        if path.is_symlink():
-            raise CheckpointError(f"{name} is a link, and not the file that was written")
-        if not path.is_file():
-            raise CheckpointError(f"{name} is missing")
-        if path.stat().st_size != file.nbytes:
-            raise CheckpointError(f"{name} has {path.stat().st_size} bytes, and was written with {file.nbytes}")
+        try:
+            _check_size(folder / name, file.nbytes)
+        except OSError as error:
+            raise CheckpointError(f"{name} cannot be read: {error.strerror}") from error
     return manifest
+
+
+def _check_size(path: AnyPath, nbytes: int) -> None:
+    if path.is_symlink():
+        raise CheckpointError(f"{path.name} is a link, and not the file that was written")
+    if not path.is_file():
+        raise CheckpointError(f"{path.name} is missing")
+    if (size := path.stat().st_size) != nbytes:
+        raise CheckpointError(f"{path.name} has {size} bytes, and was written with {nbytes}")
 
 
 def verify_file(folder: AnyPath, manifest: Manifest, name: str) -> None:
