@@ -45,6 +45,13 @@ def _plain_dict(value: Any, where: str) -> None:
     require(isinstance(decode(value), dict), where, value, "a dict")
 
 
+def _extra_state(value: Any, where: str) -> None:
+    """What modules return from ``get_extra_state``, by the names that torch gives it."""
+    mapping(_plain)(value, where)
+    for name in value:
+        require(name.endswith("_extra_state"), f"a name in {where}", name, "one that ends in _extra_state")
+
+
 def _entry_of_optimizer(value: Any, where: str) -> None:
     """How an entry of an optimizer's state is kept: a tensor of the parameter's shape, another tensor, or a value."""
     is_tensor = value in (["like"], ["full"])
@@ -86,7 +93,7 @@ _MODEL = record(
     {
         "class": text(),
         "progress": _PROGRESS,
-        "extra_state": mapping(_plain),
+        "extra_state": _extra_state,
         "optimizer": optional(_OPTIMIZER),
         "lr_scheduler": optional(_plain_dict),
         "data": optional(_position),
