@@ -220,6 +220,33 @@ def report(
     return "\n".join(lines) + "\n"
 
 
+def pause_report(
+    states: Mapping[int, WatchedState], own: WatchedState, waiting: Sequence[int], stack: str, limit_s: float
+) -> str:
+    """The report of a rank that the script keeps while others wait for it, as the lines that it prints.
+
+    Args:
+        states: of all ranks.
+        own: of the rank that reports, in the script.
+        waiting: the ranks that wait for it, themselves or through others.
+        stack: of its threads.
+        limit_s: after which the job ends.
+    """
+    lines = [
+        f"hybridpp: {list_ranks(list(waiting))} wait{'s' if len(waiting) == 1 else ''} for rank {own.rank}, which has "
+        f"been in your script for {own.age_s:.1f} s (watchdog_s). This may be meant so: the job goes on."
+    ]
+    shown = sorted([*dict.fromkeys((own.rank, *waiting, *states))][:_MAX_SHOWN])
+    lines += [f"  rank {rank}: {_line(states[rank], False)}" for rank in shown]
+    lines += [
+        f"Rank {own.rank} ({own.process}) has not come to {states[waiting[0]].where}: it is in {own.where}.",
+        f"The Python stack of rank {own.rank}, innermost call last:\n{stack.rstrip()}",
+        f"If it lasts for {limit_s:g} s, all ranks end with exit code {EXIT_CODE}. "
+        'launch_from_torch(watchdog_s={"step": 60, "script": 300}) sets another limit.',
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def _line(state: WatchedState, is_silent: bool) -> str:
     if state.has_left:
         return "has left the job"

@@ -65,8 +65,8 @@ def launch_from_torch(
             script are called, too. ``()``: none does.
         watchdog_s: after so many seconds without progress in a step or in reading a batch, one rank reports who waits
             for whom, the first suspect and its Python stack, and all ranks end with exit code 75. A dict has a limit
-            for each section: ``{"step": 60, "data": 300, "setup": 3600, "save": 3600, "script": 300}``. None: nobody
-            watches.
+            for each section: ``{"step": 60, "data": 300, "setup": 3600, "save": 3600, "script": 300}``. Where the
+            script keeps a rank for as long as a step may take, that is only told. None: nobody watches.
 
     Raises:
         LaunchError: another launcher started the process, or variables of torchrun are missing; or ranks did not join

@@ -33,6 +33,8 @@ _SHUTDOWN_S = 600.0
 # How often a rank looks that knows of such an end, and where the system cannot wake it.
 _LOOK_S, _POLL_S = 0.2, 1.0
 _LAUNCHER = -1
+# Begins as the names of a watchdog's threads, whose reports leave them out.
+_THREAD = "hybridpp watchdog of processes"
 
 
 class ProcessWatch:
@@ -65,7 +67,7 @@ class ProcessWatch:
         self._woken, self._wake = os.pipe()
         self._poll.register(self._woken, select.POLLIN)
         self._is_stopped = False
-        self._thread = threading.Thread(target=self._run, name="hybridpp processes", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=_THREAD, daemon=True)
 
     def start(self, peers: Mapping[int, RankProcess]) -> None:
         """Begin to watch, while no rank may leave the job.

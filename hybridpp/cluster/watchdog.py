@@ -8,6 +8,7 @@ within its limit (it traces, for an hour) is patient.
 
 import contextlib
 import logging
+import math
 import os
 import sys
 import threading
@@ -18,7 +19,15 @@ from typing import Any, NamedTuple
 
 from hybridpp.cluster.child_processes import end_process
 from hybridpp.cluster.exit_reports import ExitReason
-from hybridpp.cluster.hang_report import EXIT_CODE, SuspectFinding, Suspicion, WatchedState, find_suspect, report
+from hybridpp.cluster.hang_report import (
+    EXIT_CODE,
+    SuspectFinding,
+    Suspicion,
+    WatchedState,
+    find_suspect,
+    pause_report,
+    report,
+)
 from hybridpp.cluster.patient_store import SilentStoreError, ask
 from hybridpp.cluster.progress import Awaited, Progress
 from hybridpp.cluster.python_stacks import (
@@ -81,6 +90,7 @@ class Watchdog:
         self._tick_s = min(_MAX_TICK_S, min(limits.step, limits.data) / 5)
         self._main = threading.get_ident()
         self._dump = StackDump()
+        self._pause_look_s = limits.step
         self._seen: dict[int, tuple[int, float]] = {}
         self._token: Any = None
         self._since = self._answered = time.monotonic()
@@ -129,6 +139,8 @@ class Watchdog:
                 self._look(own, limit)
             else:
                 self._seen.clear()
+            if own.section == "script" and not own.waits:
+                self._tell_of_pause(own)
         except StoreSilentError:
             self._without_store(own)
 
@@ -142,7 +154,7 @@ class Watchdog:
             section, location, awaited = "save", _END_OF_SCRIPT, progress.in_background
         token = (progress.num_changes, section, location, device)
         if token != self._token:
-            self._token, self._since = token, now
+            self._token, self._since, self._pause_look_s = token, now, self._limits.step
         age_s = now - self._since
         if section in ("step", "script") and age_s > self._tick_s and is_compiling():
             section = "setup"
@@ -179,6 +191,22 @@ class Watchdog:
         suspicion = find_suspect(states, silent, own.rank)
         if self._is_over(suspicion, states, silent):
             self._raise_alarm(states, silent, suspicion)
+
+    def _tell_of_pause(self, own: WatchedState) -> None:
+        """Report, once, that the script keeps this rank, and others wait for it: it may be meant so, so all go on."""
+        limit = self._limits.of_section("script", is_awaited=True)
+        if not self._pause_look_s < own.age_s < limit:
+            return
+        states = {state.rank: state for state in map(WatchedState.of, self._board.states(range(self._board.size)))}
+        states[own.rank] = own
+        waiting = [
+            rank
+            for rank, state in states.items()
+            if state.waits and state.age_s > self._limits.step / 2 and find_suspect(states, (), rank).rank == own.rank
+        ]
+        self._pause_look_s = math.inf if waiting else own.age_s + self._limits.step / 2
+        if waiting:
+            _write(pause_report(states, own, waiting, stacks(self._main, _THREADS), limit))
 
     def _is_over(self, suspicion: Suspicion, states: Mapping[int, WatchedState], silent: set[int]) -> bool:
         """Whether those that a chain leads to are over their limits."""

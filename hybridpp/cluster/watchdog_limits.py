@@ -23,7 +23,7 @@ class WatchdogLimits:
         data: while a batch is read.
         setup: while plugins, models and plans are made, and blocks are compiled; the first step of its kind counts so.
         save: while a checkpoint is written or read.
-        script: in the user's code between calls, if another rank waits for it.
+        script: in the user's code between calls, if another rank waits for it; that it does is told after ``step``.
         timeout_s: of the job's communications.
     """
 

@@ -56,6 +56,19 @@ def test_a_trace_that_takes_longer_than_a_step_may_is_no_hang():
     assert job.stdout.count("DONE") == 2
 
 
+def test_a_pause_of_the_script_on_one_rank_is_told_once_and_goes_on():
+    job = run_script(2, SCRIPT, "sleep", "1", "script", "limit=2", "pause=6", "steps=5")
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("DONE") == 2
+    assert "this job hangs" not in job.stderr
+    told = re.findall(r"rank 0 waits for rank 1, which has been in your script for (\S+) s \(watchdog_s\)", job.stderr)
+    assert len(told) == 1
+    assert float(told[0]) >= 2
+    assert re.search(r"Rank 1 \(process \d+ on \S+\) has not come to training step 4 of Model", job.stderr)
+    assert "hanging.py" in job.stderr.split("The Python stack of rank 1")[1]
+    assert "If it lasts for 270 s, all ranks end with exit code 75." in job.stderr
+
+
 def test_a_rank_that_does_not_come_from_the_script_has_a_limit_of_its_own():
     job = run_script(4, SCRIPT, "sleep", "2", "script", "limit=5", "script=5", "steps=5")
     assert re.findall(r"The first suspect is rank (\d)", job.stderr) == ["2"], job.stderr
