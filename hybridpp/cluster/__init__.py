@@ -20,6 +20,7 @@ from hybridpp.cluster.launch import (
     launch_from_slurm,
     launch_from_torch,
 )
+from hybridpp.cluster.launcher_notes import LauncherNotes
 from hybridpp.cluster.loopback import Loopback
 from hybridpp.cluster.pending import Mapped
 from hybridpp.cluster.progress import Awaited, DeviceWork, Progress, Section
@@ -50,6 +51,7 @@ __all__ = [
     "EndWithRank",
     "Group",
     "HostCopy",
+    "LauncherNotes",
     "Loopback",
     "Mapped",
     "Patience",

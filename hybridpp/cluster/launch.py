@@ -14,7 +14,7 @@ from hybridpp.cluster.exit_reports import ExitReports
 from hybridpp.cluster.failure_hook import FailureHook, FailureOptions
 from hybridpp.cluster.failure_text import FULL_TRACEBACK
 from hybridpp.cluster.join import TIMEOUT_S, JoinOptions, ProcessRank, check_timeout, join_job
-from hybridpp.cluster.launcher_notes import LauncherNotes
+from hybridpp.cluster.launcher_notes import LAUNCHER, LauncherNotes
 from hybridpp.cluster.own_variables import OwnVariables
 from hybridpp.cluster.rank_process import RankProcess
 from hybridpp.cluster.rendezvous import StoreAddress
@@ -27,7 +27,6 @@ from hybridpp.errors import ConfigError, LaunchError
 
 _SHARED_MEMORY = "HYBRIDPP_SHARED_MEMORY"
 _NOTES = "HYBRIDPP_NOTES"
-_LAUNCHER = "HYBRIDPP_LAUNCHER"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _RUN_ID = "TORCHELASTIC_RUN_ID"
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -249,7 +248,7 @@ def environment_of_jobs() -> dict[str, str]:
     Of proxies only that they are set, because values may be secret.
     """
     found = {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES) or name in _OTHERS}
-    found = {name: value for name, value in found.items() if name not in (_NOTES, _LAUNCHER) and not _OWN.has(name)}
+    found = {name: value for name, value in found.items() if name not in (_NOTES, LAUNCHER) and not _OWN.has(name)}
     return found | {name.lower(): "set" for name in os.environ if name.lower() in _PROXIES}
 
 
@@ -303,7 +302,7 @@ def set_up_launcher(notes: Path, *, several_hosts: bool) -> bool:
         Whether the user wants to see torchrun's own log.
     """
     os.environ[_NOTES] = str(notes)
-    os.environ[_LAUNCHER] = json.dumps(RankProcess.own())
+    os.environ[LAUNCHER] = json.dumps(RankProcess.own())
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Where the rank that hosts the store has ended, each call of the others would print its native stack.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -349,8 +348,8 @@ def _launcher() -> RankProcess | None:
 
     mpirun and srun end their processes by themselves; and a shell may end when its user goes.
     """
-    if os.environ.get(_LAUNCHER):
-        return RankProcess(*json.loads(os.environ[_LAUNCHER]))
+    if os.environ.get(LAUNCHER):
+        return RankProcess(*json.loads(os.environ[LAUNCHER]))
     if _RUN_ID not in os.environ:
         return None
     # A script may be started by one that the agent has started.

@@ -51,7 +51,7 @@ class RankProcess(NamedTuple):
         """The nearest ancestor that was not started with these variables in its environment: it, or its child, set
         them. None: the system does not tell."""
         pid = os.getppid()
-        while pid > 1 and variables.items() <= _environment(pid).items():
+        while pid > 1 and variables.items() <= environment_of(pid).items():
             pid = _parent(pid)
         found = cls.of(pid)
         return found if found.start else None
@@ -156,8 +156,8 @@ def _parent(pid: int) -> int:
     return 0
 
 
-def _environment(pid: int) -> dict[str, str]:
-    """With which a process was started; empty where the system does not tell."""
+def environment_of(pid: int) -> dict[str, str]:
+    """The variables with which a process was started; empty where the system does not tell."""
     with contextlib.suppress(OSError):
         pairs = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
         return dict(pair.partition("=")[::2] for pair in pairs)

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from hybridpp.checkpoint.commit import (
@@ -16,7 +17,14 @@ from hybridpp.checkpoint.plain_values import decode
 from hybridpp.checkpoint.reader import fill
 from hybridpp.checkpoint.remote_path import AnyPath, dangling_link
 from hybridpp.checkpoint.stop_marker import remove_marker
-from hybridpp.cluster import Group, check_generator_states, gather_objects, get_dist_logger, set_generator_states
+from hybridpp.cluster import (
+    Group,
+    LauncherNotes,
+    check_generator_states,
+    gather_objects,
+    get_dist_logger,
+    set_generator_states,
+)
 from hybridpp.errors import CheckpointError, ConfigError
 from hybridpp.plugin import Resumed
 from hybridpp.saving import RUN_PARTS
@@ -32,7 +40,8 @@ def resume_run(parts: Sequence[RunParts], path: AnyPath, *, start_fresh: bool, r
     engine = parts[0].engine
     control = engine.layout.control
     _refuse_unlike(gather_objects(control, _RESUME, sorted(resumed)))
-    manifest = _newest_intact(engine.layout.world.rank, control, path, start_fresh)
+    world = engine.layout.world
+    manifest = _newest_intact(world.rank, control, path, start_fresh, world.stop.notes)
     if manifest is None:
         return Resumed()
     states = [TrainingState(part, index, _RESUME, compares=False, resumed=resumed) for index, part in enumerate(parts)]
@@ -110,7 +119,9 @@ def _say_what_is_fresh(parts: Sequence[RunParts], resumed: Collection[str]) -> N
         get_dist_logger().info(f"not resumed, as parts= says: {', '.join(fresh)}.", ranks=[0])
 
 
-def _newest_intact(rank: int, control: Group, path: AnyPath, start_fresh: bool) -> Manifest | None:
+def _newest_intact(
+    rank: int, control: Group, path: AnyPath, start_fresh: bool, notes: LauncherNotes
+) -> Manifest | None:
     """The manifest of the newest checkpoint that is intact; None: there is none at all, which is right.
 
     Raises:
@@ -119,6 +130,8 @@ def _newest_intact(rank: int, control: Group, path: AnyPath, start_fresh: bool) 
     failure: Exception | None = None
     steps: list[int] = []
     try:
+        if rank == 0 and isinstance(path, Path):
+            notes.use(path)
         steps = committed_steps(path) if rank == 0 else []
         if rank == 0:
             with suppress(OSError):  # of a folder that can only be read, the run cannot save to

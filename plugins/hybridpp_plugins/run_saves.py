@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hybridpp.checkpoint.commit import committed_steps, refuse_link, remove_old, step_folder
@@ -76,6 +77,7 @@ class RunContents:
         for state in self._states:
             state.check_can_save()
         if self._layout.world.rank == 0:
+            self._use_folder()
             self._refuse_other_models()
         extras = encode(dict(self._extras), "extras")
         return {
@@ -85,6 +87,10 @@ class RunContents:
             "generators": encode(generator_states(self._device), "generators"),
             "dp": self._layout.here.dp,
         }
+
+    def _use_folder(self) -> None:
+        if isinstance(self._path, Path):
+            self._layout.world.stop.notes.use(self._path)
 
     def _refuse_other_models(self) -> None:
         """Refuse to replace what another booster saved, as where each of two models has one."""
@@ -104,6 +110,8 @@ class RunContents:
 
     def holdings(self) -> list[Holding]:
         """The tensors that this rank writes."""
+        if self._layout.world.rank == 0:
+            self._use_folder()  # now that it is there
         return [holding for state in self._states for holding in state.holdings()]
 
     def state(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
