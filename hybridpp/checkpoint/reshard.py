@@ -17,6 +17,8 @@ from hybridpp.checkpoint.safetensors_file import StoredSpec
 from hybridpp.checkpoint.writer import Holding, WritablePart, WrittenFiles, remove, write_parts
 from hybridpp.errors import CheckpointError
 
+_MAX_RANKS = 1 << 16
+
 
 def reshard(
     folder: AnyPath,
@@ -40,8 +42,12 @@ def reshard(
         The new manifest.
 
     Raises:
-        CheckpointError: ``out`` has a checkpoint of this step, or cannot be written.
+        CheckpointError: ``out`` has a checkpoint of this step, or cannot be written; or there are too many ranks.
     """
+    if num_ranks > _MAX_RANKS:
+        raise CheckpointError(
+            f"a checkpoint is divided among at most {_MAX_RANKS:,} ranks: got {num_ranks}. Use fewer."
+        )
     total = sum(entry.nbytes for entry in manifest.tensors.values())
     # Large tensors are divided, so that no rank has much more than its share.
     largest = max(1, min(file_bytes, -(-total // num_ranks)))

@@ -7,22 +7,32 @@ import typer
 
 from hybridpp.errors import ConfigError
 
+_MAX_DIGITS = 40
 # Parsers also get defaults, which are no text.
+
+
+def _is_integer(text: str) -> bool:
+    # Python converts texts of thousands of digits only if it is told to.
+    return text.isdecimal() and len(text) <= _MAX_DIGITS
+
+
+def _short(text: str) -> str:
+    return repr(text) if len(text) <= _MAX_DIGITS else f"a text of {len(text)} characters"
 
 
 def positive(value: object) -> int:
     """An integer of at least 1."""
     text = str(value)
-    if not text.isdecimal() or int(text) < 1:
-        raise typer.BadParameter(f"{text!r} is not an integer of at least 1.")
+    if not _is_integer(text) or int(text) < 1:
+        raise typer.BadParameter(f"{_short(text)} is not an integer of at least 1.")
     return int(text)
 
 
 def integer(value: object) -> int:
     """An integer of at least 0."""
     text = str(value)
-    if not text.isdecimal():
-        raise typer.BadParameter(f"{text!r} is not an integer of at least 0.")
+    if not _is_integer(text):
+        raise typer.BadParameter(f"{_short(text)} is not an integer of at least 0.")
     return int(text)
 
 
@@ -44,9 +54,9 @@ def counts(flag: str, text: str | None) -> list[int] | None:
         return None
     found = [part.strip() for part in text.split(",")]
     for part in found:
-        if not part.isdecimal() or int(part) < 1:
+        if not _is_integer(part) or int(part) < 1:
             raise ConfigError(
-                f"{flag} takes integers of at least 1, separated by commas: got {part!r}. Write them as in 1,2,4."
+                f"{flag} takes integers of at least 1, separated by commas: got {_short(part)}. Write them as in 1,2,4."
             )
     return [int(part) for part in found]
 

@@ -9,8 +9,10 @@ from hybridpp.errors import ConfigError
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Turn failures to read the file into :class:`~hybridpp.errors.ConfigError`."""
+    """Turn failures to read the file into :class:`~hybridpp.errors.ConfigError`; a device may have no end."""
     try:
+        if Path(path).is_char_device() or Path(path).is_block_device():
+            raise ConfigError(f"{path} cannot be read: it is a device. Pass a file.")
         yield
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}.") from error

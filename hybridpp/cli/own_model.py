@@ -75,10 +75,11 @@ def _module(name: str) -> ModuleType:
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    except (ImportError, OSError) as error:
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
+        why = str(error) if isinstance(error, ImportError | OSError) else f"{type(error).__name__}: {error}"
         raise ConfigError(
-            f"{name} cannot be imported: {error}. Pass --model module:function, with a module that Python finds from "
-            "here, or file.py:function."
+            f"{name} cannot be imported: {why.rstrip('.')}. Pass --model module:function, with a module that Python "
+            "finds from here, or file.py:function."
         ) from error
     return module
 

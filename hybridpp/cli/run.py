@@ -162,6 +162,8 @@ def _check_script(parsed: Namespace) -> None:
     if parsed.module or parsed.no_python:
         return
     path = Path(parsed.training_script)
+    if path.is_char_device() or path.is_block_device():
+        raise ConfigError(f"{path} is a device. Pass the path of a script, and its arguments after it.")
     try:
         ast.parse(path.read_bytes(), str(path))
     except OSError as error:

@@ -116,7 +116,9 @@ class DeviceProfile:
             values: Any = json.loads(text)
             measured = tuple(UnitTimes.from_values(one) for one in values.pop("measured", ()))
             return cls(**values, measured=measured)
-        except (json.JSONDecodeError, TypeError, AttributeError, KeyError) as error:
+        except ConfigError:
+            raise
+        except (ValueError, RecursionError, TypeError, AttributeError, KeyError) as error:
             raise ConfigError(f"this is no device profile: {error}. Write one with hybridpp profile.") from error
 
 

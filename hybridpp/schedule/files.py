@@ -79,7 +79,7 @@ def _read_json(path: Path) -> list[list[str]]:
     way_out = 'Write it as {"ranks": [["0F0", "0B0"]]}.'
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ScheduleError(f"{path} is not a JSON file: {error}. {way_out}") from error
     rows = content.get("ranks") if isinstance(content, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):

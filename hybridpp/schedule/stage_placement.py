@@ -2,6 +2,7 @@
 
 from hybridpp.errors import ScheduleError
 from hybridpp.schedule.action import Programs
+from hybridpp.schedule.counts import check_counts
 
 
 def placement(programs: Programs) -> tuple[int, ...]:
@@ -21,9 +22,11 @@ def placement(programs: Programs) -> tuple[int, ...]:
 
 def looped(num_ranks: int, num_chunks: int = 1) -> tuple[int, ...]:
     """``num_chunks`` rounds over the ranks: with 2 ranks and 2 chunks, stages 0 to 3 are on ranks 0 1 0 1."""
+    check_counts(num_ranks=num_ranks, num_chunks=num_chunks)
     return tuple(range(num_ranks)) * num_chunks
 
 
 def v_shaped(num_ranks: int) -> tuple[int, ...]:
     """Down the ranks and up again: with 2 ranks, stages 0 to 3 are on ranks 0 1 1 0."""
+    check_counts(num_ranks=num_ranks)
     return (*range(num_ranks), *reversed(range(num_ranks)))

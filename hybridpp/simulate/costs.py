@@ -170,7 +170,7 @@ class Costs:
         """
         try:
             values: Any = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"costs must be JSON: {error}.") from error
         names = [field.name for field in dataclasses.fields(cls)]
         if not isinstance(values, dict) or "num_stages" not in values or not values.keys() <= set(names):

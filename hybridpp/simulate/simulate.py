@@ -51,7 +51,7 @@ def simulate(programs: Programs, costs: Costs, num_steps: int = 1, *, barrier: b
 
     Raises:
         ScheduleError: the programs are incomplete or deadlock.
-        ConfigError: the costs are for another number of stages, or there is no step.
+        ConfigError: the costs are for another number of stages, or there is no step, or too many actions.
     """
     _check(programs, costs)
     if num_steps < 1:
@@ -185,9 +185,9 @@ def _spans(
                 free_ms[rank] = max(free_ms[rank], reduced_ms[rank])
 
 
-# The consumer's stage relative to the producer's, and the kind of the message.
 # Each takes some microseconds and a kilobyte.
 _MAX_ACTIONS = 2**21
+# The consumer's stage relative to the producer's, and the kind of the message.
 _SENDS = {
     ActionKind.FORWARD: (1, ActionKind.SEND_ACTIVATION),
     ActionKind.BACKWARD: (-1, ActionKind.SEND_GRADIENT),

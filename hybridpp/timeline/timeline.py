@@ -73,7 +73,7 @@ class Timeline:
         """
         try:
             return cls(tuple(_span(row) for row in json.loads(text)["spans"]))
-        except (TypeError, KeyError, ValueError) as error:
+        except (TypeError, KeyError, ValueError, OverflowError, RecursionError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(

@@ -79,7 +79,7 @@ def boost(parts: Boosted, context: BoostContext, index: int, compared: ComparedF
     if optimizer is not None:
         check_optimizer(optimizer, original.names)
     held = frozenset() if optimizer is None else with_gradients(optimizer)
-    refuse_scripted(model, layout)
+    refuse_scripted(model, layout, settings.zero)
     refuse_shared_memory(model, settings, layout)
     separate_expanded(model, is_trained=optimizer is not None)
     weights = ComparedFacts(weight_facts(model, seed, original.buffer_names), SAME_WEIGHTS, SAME_MODEL)

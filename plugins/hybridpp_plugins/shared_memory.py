@@ -6,6 +6,7 @@ from itertools import combinations
 import torch
 from torch import Tensor, nn
 
+from hybridpp.config import ZeroConfig
 from hybridpp.errors import ConfigError
 from hybridpp.nn import walk
 from hybridpp.nn.torch_private import buffers_of, storage_id
@@ -41,21 +42,28 @@ def _is_expanded(tensor: Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
-def refuse_scripted(model: nn.Module, layout: Layout) -> None:
+def refuse_scripted(model: nn.Module, layout: Layout, zero: ZeroConfig) -> None:
     """Refuse modules of ``torch.jit.script`` where their parameters would be sharded or given to stages.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: there is one, or the model itself is one, whose forward cannot be replaced.
     """
-    because = next((name for name, size in (("tp", layout.tp.size), ("pp", layout.pp.size)) if size > 1), None)
+    apart = {"tp_size": layout.tp.size, "pp_size": layout.pp.size, "zero_stage": zero.among(layout.dp.size).zero_stage}
+    because = next((name for name, value in apart.items() if value > (2 if name == "zero_stage" else 1)), None)
     if because is None:
+        if isinstance(model, torch.jit.ScriptModule):
+            raise ConfigError(
+                "the model is a module of torch.jit.script or torch.jit.trace, whose forward cannot be replaced. Boost "
+                "nn.Sequential(model), or the module as it was before."
+            )
         return
     for name, module in walk.named_modules(model):
         if isinstance(module, torch.jit.ScriptModule):
             raise ConfigError(
                 f"{f'module {name!r}' if name else 'the model'} is a module of torch.jit.script or torch.jit.trace, "
-                f"which cannot be taken apart: {because}_size is {getattr(layout, because).size}. Boost the module as "
-                "it was before (functions of torch.jit.script work in its forward), or use tp_size=1 and pp_size=1."
+                f"which cannot be taken apart: {because} is {apart[because]}. Boost the module as it was before "
+                "(functions of torch.jit.script work in its forward), or use tp_size=1, pp_size=1 and zero_stage=2 or "
+                "less."
             )
 
 

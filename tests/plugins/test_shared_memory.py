@@ -85,7 +85,9 @@ class Scripted(nn.Sequential):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("layout", [{"tp_size": 2}, {"pp_size": 2, "num_microbatches": 2}, {}], ids=str)
+@pytest.mark.parametrize(
+    "layout", [{"tp_size": 2}, {"pp_size": 2, "num_microbatches": 2}, {"zero_stage": 3}, {}], ids=str
+)
 def test_scripted_modules_train_on_replicas_and_are_refused_where_apart(layout):
     def rank():
         x = torch.ones(2, 4)
@@ -96,9 +98,16 @@ def test_scripted_modules_train_on_replicas_and_are_refused_where_apart(layout):
             optimizer.step()
             assert not torch.equal(model[1].weight, before)
             return
-        with pytest.raises(
-            ConfigError, match=r"module '1' is a module of torch\.jit.* [tp]p_size is 2\. Boost the module"
-        ):
+        told = r"module '1' is a module of torch\.jit.* ([tp]p_size is 2|zero_stage is 3)\. Boost the module"
+        with pytest.raises(ConfigError, match=told):
             boosted(Scripted(), sgd, x, **layout)
 
     Loopback(2).run(rank)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_model_that_is_scripted_itself_is_refused_and_trains_inside_another():
+    x = torch.ones(2, 4)
+    with pytest.raises(ConfigError, match=r"whose forward cannot be replaced\. Boost nn\.Sequential\(model\)"):
+        boosted(torch.jit.trace(nn.Linear(4, 4), x), sgd, x)
+    boosted(nn.Sequential(torch.jit.trace(nn.Linear(4, 4), x)), sgd, x)
