@@ -256,7 +256,7 @@ class BoosterSaves:
             keep_last: how many checkpoints stay, this one included; older ones are removed once it is complete. None:
                 all.
             asynchronous: return as soon as this rank's part is copied to host memory, and write it while training goes
-                on, with 3 % of the processors that the rank has. The checkpoint counts when all ranks have written
+                on, with 0.75 % of the processors that the rank has. The checkpoint counts when all ranks have written
                 theirs. What made it fail is raised on all ranks by the same ``execute_pipeline``, before it takes a
                 batch: gradients and data are as they were. The next save, :meth:`resume` and :meth:`wait_for_save` wait
                 for it, and raise that, too.

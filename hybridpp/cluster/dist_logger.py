@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Iterable, MutableMapping
+from contextlib import nullcontext
 from typing import Any
 
 from hybridpp.cluster.current import current_world
@@ -13,7 +14,10 @@ class _StandardError(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            sys.stderr.write(f"{self.format(record)}\n")
+            # A progress bar of this process is cleared before a line, and drawn again after it.
+            tqdm = sys.modules.get("tqdm")
+            with tqdm.tqdm.external_write_mode(file=sys.stderr) if tqdm else nullcontext():
+                sys.stderr.write(f"{self.format(record)}\n")
         except Exception:
             self.handleError(record)
 

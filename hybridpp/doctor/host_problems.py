@@ -134,5 +134,8 @@ def _setting_problems(facts: RankFacts) -> Iterator[Problem]:
         yield Problem(
             level="hint",
             what="glibc gives memory of freed activations back to the kernel, and asks for it again in every step.",
-            way_out="Set GLIBC_TUNABLES as the page on running a job says (docs/running.md).",
+            way_out=(
+                "Start ranks with GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold=4000000000:"
+                "glibc.malloc.mmap_threshold=4000000000."
+            ),
         )

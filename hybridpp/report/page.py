@@ -155,7 +155,9 @@ def _summary(facts: _Facts) -> ReportSummary:
     share = computing / (step.duration_ms or 1)
     headline = f"Ranks compute for {100 * share:.0f} % of the step"
     if costs:
-        headline += f". Most of the rest is {costs[0].what}: {costs[0].ms:,.3g} ms of {step.duration_ms:,.4g}."
+        rest_ms = (1 - share) * step.duration_ms
+        part = "Most" if costs[0].ms > rest_ms / 2 else "The largest part"
+        headline += f". {part} of the rest is {costs[0].what}: {costs[0].ms:,.3g} ms of {step.duration_ms:,.4g}."
     else:
         headline += ", and nothing else takes more than a thirtieth of it."
     return ReportSummary(

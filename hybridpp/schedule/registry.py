@@ -49,10 +49,10 @@ class ScheduleEntry:
             free = ", ".join(repr(entry.name) for entry in SCHEDULES.values() if entry.takes_chunks)
             raise ScheduleError(
                 f"schedule {self.name!r} has {self.num_chunks} stage{'s' * (self.num_chunks > 1)} per rank: got "
-                f"num_chunks={num_chunks}. Leave it out, or use one of {free}."
+                f"num_model_chunks={num_chunks}. Leave it out, or use one of {free}."
             )
         if num_chunks < 1:
-            raise ScheduleError(f"a rank needs at least one stage: got num_chunks={num_chunks}. Use 1 or more.")
+            raise ScheduleError(f"a rank needs at least one stage: got num_model_chunks={num_chunks}. Use 1 or more.")
         return num_chunks
 
 

@@ -62,7 +62,7 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel, Choose
             that of ``Booster(mixed_precision=...)``, else fp32.
         enable_all_optimization: let torch use its fastest fp32 matrix kernels (TF32 on CUDA); no effect on the CPU.
         compile_blocks: whether ``torch.compile`` compiles the model's blocks, equal blocks once; or a dict of its
-            keywords. Needs ``tp_size=1``.
+            keywords. With ``tp_size > 1`` each is several graphs; sequence parallelism excludes it.
 
         num_microbatches: micro-batches per batch. With ``pp_size > 1``, give this or ``microbatch_size``; else 1.
         microbatch_size: samples per micro-batch.

@@ -1,8 +1,10 @@
 import io
 import logging
 import re
+import sys
 
 import pytest
+from tqdm import tqdm
 
 from hybridpp.cluster import Loopback, disable_existing_loggers, get_dist_logger
 
@@ -131,3 +133,13 @@ def test_silencing_writes_no_level_that_a_logger_has_anyway(loggers):
     levels = {name: logging.getLogger(name).level for name in ("above", "above.below", "quieter")}
     assert levels == {"above": logging.WARNING, "above.below": logging.NOTSET, "quieter": logging.ERROR}
     assert logging.getLogger("transformers.modeling_utils").level == logging.NOTSET
+
+
+def test_a_line_is_written_above_a_progress_bar(capsys, monkeypatch):
+    monkeypatch.setattr(logging.root, "handlers", [])
+    with tqdm(total=2, file=sys.stderr, miniters=1, mininterval=0) as bar:
+        bar.update()
+        get_dist_logger().info("loss 0.5")
+        bar.update()
+    lines = re.split(r"[\r\n]+", capsys.readouterr().err)
+    assert [re.sub(r"^\S+ ", "", line) for line in lines if "loss" in line] == ["INFO hybridpp: [rank 0] loss 0.5"]

@@ -141,7 +141,7 @@ def test_pp_style_is_the_same_setting(style, one_process):
     ("settings", "message"),
     [
         ({"schedule": "zb-h9"}, "unknown schedule 'zb-h9'. Use one of 'gpipe', '1f1b', 'eager-1f1b', 'interleaved',"),
-        ({"schedule": "1f1b", "num_model_chunks": 2}, "schedule '1f1b' has 1 stage per rank: got num_chunks=2."),
+        ({"schedule": "1f1b", "num_model_chunks": 2}, "schedule '1f1b' has 1 stage per rank: got num_model_chunks=2."),
         ({"schedule": [["0F0"], ["1F0"]]}, "is for 2 ranks and 1 micro-batches: got pp_size=1 and a batch of 2"),
         ({"schedule": [["0F0", "0B0", "0B1", "0F1"]]}, "0B1 (rank 0, position 2)"),
         ({"schedule": [["0F0", "0X0"]]}, "an action is written like 2F0"),

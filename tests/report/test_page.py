@@ -165,3 +165,9 @@ def test_an_estimate_is_compared_part_by_part():
 def test_other_estimates_are_refused(wrong, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         render_page(recorded(), wrong)
+
+
+@pytest.mark.parametrize(("last_stage_ms", "part"), [(2, "Most"), (4, "The largest part")])
+def test_the_headline_says_most_of_the_rest_only_of_more_than_half_of_it(last_stage_ms, part):
+    _, summary = render_page(recorded(num_ranks=4, num_microbatches=16, forward_ms=(2, 2, 2, last_stage_ms)))
+    assert f" % of the step. {part} of the rest is " in summary.headline

@@ -84,11 +84,11 @@ def test_an_unknown_name_lists_the_valid_ones():
         (
             "1f1b",
             2,
-            "schedule '1f1b' has 1 stage per rank: got num_chunks=2. Leave it out, or use one of 'gpipe', "
+            "schedule '1f1b' has 1 stage per rank: got num_model_chunks=2. Leave it out, or use one of 'gpipe', "
             "'interleaved', 'interleaved-zb'.",
         ),
-        ("zbv", 1, "schedule 'zb-v' has 2 stages per rank: got num_chunks=1. Leave it out, or use one of 'gpipe'"),
-        ("interleaved", 0, "a rank needs at least one stage: got num_chunks=0. Use 1 or more."),
+        ("zbv", 1, "schedule 'zb-v' has 2 stages per rank: got num_model_chunks=1. Leave it out, or"),
+        ("interleaved", 0, "a rank needs at least one stage: got num_model_chunks=0. Use 1 or more."),
     ],
 )
 def test_numbers_of_chunks_that_a_schedule_cannot_have(name, num_chunks, text):

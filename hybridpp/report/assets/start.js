@@ -14,7 +14,7 @@ function makeLegends() {
   const phases = data.phases.filter((_, number) => data.ranks.some((rank) => rank.phases.some((row) => row[0] === number)));
   legend.replaceChildren(...present.map((kind) => key(colors[kind], WORDS[kind])));
   if (data.kinds.some((kind) => !COMPUTES.includes(kind))) legend.append(key(colors.communication, "starts messages or sums"));
-  if (data.ranks.some((rank) => rank.waits.length || rank.actions.some((row) => row[START] - row[READY] > 1))) {
+  if (data.ranks.some((rank) => rank.waits.length || rank.actions.some((row) => row[START] - row[READY] > 0))) {
     legend.append(key(colors.messages, "waits for other ranks", true));
   }
   legend.append(...phases.map((phase) => key(colors[phase], WORDS[phase], false, 0.7)), key(colors.idle, "idle"));
