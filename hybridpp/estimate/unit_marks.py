@@ -7,10 +7,20 @@ import torch
 from torch import Tensor, nn
 
 from hybridpp.module_adapter import AdapterLayer, Forward, ModuleAdapter
+from hybridpp.nn.deferred_tensor import MadeWhenRead
 from hybridpp.nn.torch_private import pytree
 
-# To look at a tensor that is gathered when it is read would gather it.
 _PLAIN = (Tensor, nn.Parameter)
+
+
+def _is_shown(leaf: Any) -> bool:
+    """Whether what a tensor holds can be seen: not of other subclasses, which may do something when they are read."""
+    return type(leaf) in _PLAIN or isinstance(leaf, MadeWhenRead)
+
+
+def _held(leaf: Any) -> Any:
+    """The tensor that has memory: of one that is gathered when it is read, the shard."""
+    return leaf.held() if isinstance(leaf, MadeWhenRead) else leaf
 
 
 class UnitMarks(NamedTuple):
@@ -111,7 +121,7 @@ class UnitRecorder:
     def _run(self, name: str, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         if not self.is_recording or self._depth:
             return forward(*args, **kwargs)
-        found = tuple(self._look(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) in _PLAIN)
+        found = tuple(self._look(_held(leaf)) for leaf in pytree.tree_leaves((args, kwargs)) if _is_shown(leaf))
         index = len(self.calls)
         self.calls.append(UnitMarks(name, self._now(), None, None, found))
         if name in self._left_out:
@@ -124,10 +134,10 @@ class UnitRecorder:
             self._depth -= 1
         leaves, spec = pytree.tree_flatten(output)
         if self._left_out:
-            self._output = _Output(spec, tuple(_Size.of(leaf) if type(leaf) in _PLAIN else leaf for leaf in leaves))
-        results = tuple(self._look(leaf) if type(leaf) in _PLAIN else None for leaf in leaves)
+            self._output = _Output(spec, tuple(_Size.of(leaf) if _is_shown(leaf) else leaf for leaf in leaves))
+        results = tuple(self._look(_held(leaf)) if _is_shown(leaf) else None for leaf in leaves)
         self.calls[index] = self.calls[index]._replace(end=self._now(), results=results)
-        leaf = next((one for one in leaves if type(one) in _PLAIN and one.requires_grad), None)
+        leaf = next((_held(one) for one in leaves if _is_shown(one) and one.requires_grad), None)
         if leaf is not None:
             leaf.register_hook(lambda gradient: self._note_gradient(index))
         return output
