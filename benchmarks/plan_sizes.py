@@ -2,10 +2,12 @@
 
     OMP_NUM_THREADS=1 PYTHONPATH=.:plugins python benchmarks/plan_sizes.py
     OMP_NUM_THREADS=1 PYTHONPATH=.:plugins python benchmarks/plan_sizes.py --models flux,llama-3-405b --commands plan
+    OMP_NUM_THREADS=1 PYTHONPATH=.:plugins python benchmarks/plan_sizes.py --published
 
 Each command is a process of its own, with no weights and no device; a process that goes beyond ``--limit-gib`` or
 ``--limit-s`` is ended, and the table says so. Goals: 2 GiB and 60 s of processor time. ``--folders DIR`` only writes
-the folders with the configurations, to run other commands on them.
+the folders with the configurations, to run other commands on them. ``--published`` compares estimates of Llama 3 405B
+with the TFLOPS that "The Llama 3 Herd of Models" reports in table 4, of which the third row needs context parallelism.
 """
 
 import argparse
@@ -273,6 +275,44 @@ def write_folders(where: Path, names: list[str]) -> dict[str, Path]:
     return folders
 
 
+# Devices, micro-batches of a replica, and TFLOPS of each device, all with tp 8 x pp 16 and texts of 8192 tokens.
+PUBLISHED = ((8192, 32, 430.0), (16384, 16, 400.0))
+DEVICE = Path(__file__).parent.parent / "examples/devices/h100_fused.json"
+
+
+def published(limit_gib: float, limit_s: float) -> None:
+    """Print the table of published and of estimated speeds."""
+    config, length = CONFIGS["llama-3-405b"], 8192
+    width, layers, inner = config["hidden_size"], config["num_hidden_layers"], config["intermediate_size"]
+    heads = 2 * width * (1 + config["num_key_value_heads"] / config["num_attention_heads"])
+    matrices = layers * (width * heads + 3 * width * inner) + width * config["vocab_size"]
+    # Of each token: two for each weight forwards and four backwards; and attention to half of the tokens.
+    flops_per_token = 6 * matrices + 6 * layers * width * length
+    print("| devices | micro-batches | device | sequence shards | published TFLOPS | estimated | ms | GiB | s |")
+    print("|--:|--:|---|---|--:|--:|--:|--:|--:|", flush=True)
+    with tempfile.TemporaryDirectory() as where:
+        folder = write_folders(Path(where), ["llama-3-405b"])["llama-3-405b"]
+        for devices, microbatches, tflops in PUBLISHED:
+            for device, shards in ((str(DEVICE), True), ("h100", True), (str(DEVICE), False)):
+                layout = ("--tp-size", "8", "--pp-size", "16", "--schedule", "interleaved", "--num-model-chunks", "4")
+                sizes = ("--world-size", str(devices), "--num-microbatches", str(microbatches), "--zero-stage", "1")
+                call = [sys.executable, "-m", "hybridpp", "estimate", "--model", str(folder), *layout, *sizes, "--json"]
+                call += ["--sequence-length", str(length), "--device", device]
+                found = run([*call, *(["--enable-sequence-parallelism"] if shards else [])], limit_gib, limit_s)
+                row = f"| {devices:,} | {microbatches} | {Path(device).name} | {'yes' if shards else 'no'} | {tflops:g} "
+                if not found.is_answered:
+                    print(f"{row}| {first_line('', found.answer)} |", flush=True)
+                    continue
+                step_s = json.loads(found.answer)["time"]["step_ms"] / 1e3
+                tokens = devices // 128 * microbatches * length
+                reached = flops_per_token * tokens / step_s / devices / 1e12
+                print(
+                    f"{row}| {reached:.0f} ({100 * (reached / tflops - 1):+.0f} %) | {1e3 * step_s:,.0f} | "
+                    f"{found.peak_gib:.2f} | {found.processor_s:.0f} |",
+                    flush=True,
+                )
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -282,7 +322,11 @@ def main() -> None:
     parser.add_argument("--limit-gib", type=float, default=4.0)
     parser.add_argument("--limit-s", type=float, default=300.0)
     parser.add_argument("--folders", type=Path)
+    parser.add_argument("--published", action="store_true")
     arguments = parser.parse_args()
+    if arguments.published:
+        published(arguments.limit_gib, arguments.limit_s)
+        return
     names = arguments.models.split(",")
     if arguments.folders is not None:
         write_folders(arguments.folders, names)

@@ -1,10 +1,12 @@
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from hybridpp.errors import ConfigError
 from hybridpp.estimate import DEVICES, DeviceProfile, UnitTimes, find_device, with_links
+from hybridpp.estimate.devices import KERNELS
 
 TIMES = UnitTimes(
     key="k", names=("a",), begins=(0.0,), ends=(1.0,), gradients=(None,), loss=1.0, backward_end=3.0, end=3.0
@@ -14,6 +16,26 @@ TIMES = UnitTimes(
 def test_a_profile_survives_json():
     device = replace(DEVICES["cpu"], measured=(TIMES,))
     assert find_device("file", device.to_json()) == device
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"kernels": {"norm": 1.0}}, "kernels of a device profile are pointwise, attention, .*: got 'norm'"),
+        ({"kernels": {"attention": 0}}, "kernels of attention of a device profile must be a number above 0: got 0."),
+        ({"tflops": {"bf16": 1.0}}, "tflops of a device profile need at least fp32"),
+    ],
+)
+def test_rates_of_a_device_are_checked(values, message):
+    with pytest.raises(ConfigError, match=message):
+        replace(DEVICES["h100"], **values)
+
+
+def test_the_example_of_a_device_file_is_one_and_names_its_sources():
+    path = Path(__file__).parents[2] / "examples/devices/h100_fused.json"
+    device = find_device(str(path), path.read_text())
+    assert set(device.kernels) == set(KERNELS)
+    assert set(device.sources) == {"tflops", "memory_gib_s", "host_gib_s", "network_gib_s", "kernels"}
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"name": "x"}'])

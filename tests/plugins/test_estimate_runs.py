@@ -74,6 +74,25 @@ def test_a_run_that_leaves_out_equal_blocks_gives_the_same_estimate(make, tp_siz
                     assert part == pytest.approx(whole, rel=0.002)
 
 
+def test_units_on_sequence_shards_are_marked_in_both_passes():
+    """Their results are tensors that are gathered when they are read."""
+    model, runs = runs_of(llama)
+    found = runs.traced(2, True, 1, 2).found
+    kind = RunKind(2, True, 2)
+    run = runs.run(kind, found.units)
+    gradients = [call.gradient for call in run.calls if call.name in found.blocks]
+    assert None not in gradients
+    assert gradients == sorted(gradients, reverse=True)
+    assert all(None not in call.results[:1] for call in run.calls if call.name in found.blocks)
+    times = roofline(run, replace(DEVICES["h100"], host_us=0.0, op_us=1.0), 2)
+    blocks = [index for index, call in enumerate(run.calls) if call.name in found.blocks]
+    backward = [times.backward(index, index) for index in blocks[2:-2]]
+    assert max(backward) < 1.05 * min(backward)
+    left_out = repeated_blocks(model, found.units, frozenset())
+    short = with_repeated_blocks(runs._record(kind, found.units, True, left_out), left_out)
+    assert [op.message for op in short.ops if op.message] == [op.message for op in run.ops if op.message]
+
+
 def test_blocks_that_only_seem_equal_are_run():
     model, runs = runs_of(llama)
     found = runs.traced(1, False, 1, 2).found
