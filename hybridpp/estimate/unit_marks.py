@@ -115,8 +115,9 @@ class UnitRecorder:
         return self
 
     def clear(self) -> None:
-        """Forget all calls."""
+        """Forget all calls, and what they returned."""
         self.calls.clear()
+        self._output = None
 
     def _run(self, name: str, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         if not self.is_recording or self._depth:

@@ -12,7 +12,8 @@ other, so all experts get as many tokens.
 import math
 import mmap
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -67,6 +68,16 @@ class Hollow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
         super().__init__()  # type: ignore[no-untyped-call]  # torch
         self._hollow: set[int] = set()
         self._known: dict[Any, Any] = {}
+        self._least_zeros = _LEAST_ZEROS
+
+    @contextmanager
+    def without_masks(self) -> Iterator[None]:
+        """Inside, small zeros are hollow, too: nothing is made there of which a value is read (gradients' sums)."""
+        self._least_zeros = _LEAST_BYTES
+        try:
+            yield
+        finally:
+            self._least_zeros = _LEAST_ZEROS
 
     def is_hollow(self, tensor: Tensor) -> bool:
         """Whether a tensor has no values."""
@@ -100,7 +111,7 @@ class Hollow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
     def _empty(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = kwargs.get("device") or (args[0].device if args and isinstance(args[0], Tensor) else "cpu")
         spec = self._spec(func, args, kwargs)
-        is_large = func in _EMPTY or spec.num_bytes >= _LEAST_ZEROS
+        is_large = func in _EMPTY or spec.num_bytes >= self._least_zeros
         if torch.device(device).type != "cpu" or not spec.dtype.is_floating_point or not is_large:
             return func(*args, **kwargs)
         return self._make(spec)

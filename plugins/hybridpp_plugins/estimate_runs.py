@@ -3,9 +3,9 @@
 import copy
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -139,6 +139,7 @@ class EstimateRuns:
         self._candidate: int | None = None
         self.sharding = cache(self._find_sharding)
         self.run = cache(self._run)
+        self._ready = cache(self._make_ready)
         self._repeated = cache(lambda units, recomputed: repeated_blocks(self._model, units, recomputed))
         self.traced = cache(self._trace)
 
@@ -206,41 +207,17 @@ class EstimateRuns:
         return self._record(kind, units, settled)
 
     def _record(self, kind: RunKind, units: tuple[str, ...], settled: bool, left_out: tuple[str, ...] = ()) -> ModelRun:
+        # To set up a rank takes longer than to run it: micro-batches of all sizes, split or not, run on one.
+        ready = self._ready(replace(kind, microbatch_size=1, splits=False), units, left_out)
+        rank, recorder = ready.rank, ready.recorder
         counter = FlopCounter()
-        log: OpLog | None = None
-
-        def note(message: SoloMessage) -> Callable[[], None]:
-            if log is None:
-                return lambda: None
-            return partial(log.note_wait, log.note_message(*message))
-
-        adapter, applied_tp = self._sharded(kind.tp_size, kind.shards_sequences, note)
-        adapter.model.train()
-        recorder = UnitRecorder(
-            adapter,
-            units,
-            lambda: log.event if log else 0,
-            lambda tensor: log.of(tensor) if log else None,
-            left_out,
-        )
-        passes: list[int] = []
-        ends: list[int] = []
         losses: list[int] = []
-        settings = SoloSettings(
-            precision=self._precision,
-            device=self._device,
-            recomputed=kind.recomputed,
-            splits=kind.splits,
-        )
         attention = nullcontext() if self._device == "cpu" else CudaAttention()
-        with Hollow(), preserved_random_state(_CPU), attention:
-            rank = SoloRank(adapter, applied_tp, settings, SoloGroup(1))
-            rank.pass_ended = lambda: passes.append(log.event if log else 0)
-            rank.after_backward = lambda: ends.append(log.event if log else 0)
-
+        with ready.hollow, preserved_random_state(_CPU), attention:
+            rank.splits = kind.splits
             rank.buckets.zero()
             if settled or self._candidate is None:
-                batch = self._on_a_batch(adapter.model, kind.microbatch_size, rank.tried)
+                batch = self._on_a_batch(ready.model, kind.microbatch_size, rank.tried)
             else:
                 rank.buckets.begin()
                 batch = list(self._batches.candidates(self._model, kind.microbatch_size))[self._candidate]
@@ -248,25 +225,33 @@ class EstimateRuns:
             def criterion(outputs: Any, inputs: Any) -> Tensor:
                 loss = batch.criterion(outputs, inputs)
                 del outputs
-                losses.append(log.event if log else 0)
+                losses.append(log.event)
                 return loss
 
-            passes.clear()
-            ends.clear()
-            recorder.is_recording = True
-            with counter, OpLog(counter) as log, log.noting_saved():
+            with counter, OpLog(counter) as log, ready.recorded(log), log.noting_saved():
                 rank.run(batch.inputs, criterion)
-            recorder.is_recording = False
-        return ModelRun(
+        run = ModelRun(
             calls=tuple(recorder.calls),
             allocations=tuple(log.allocations),
             ops=log.ops,
             loss=losses[-1],
-            pass_end=passes[0],
-            backward_end=ends[0],
+            pass_end=ready.passes[0],
+            backward_end=ready.ends[0],
             end=log.event,
             recomputed=kind.recomputed,
         )
+        # Outputs that are gathered late hold the graph, and so the rank.
+        recorder.clear()
+        return run
+
+    def _make_ready(self, kind: RunKind, units: tuple[str, ...], left_out: tuple[str, ...]) -> "_ReadyRank":
+        adapter, applied_tp = self._sharded(kind.tp_size, kind.shards_sequences, lambda message: ready.note(message))
+        adapter.model.train()
+        settings = SoloSettings(precision=self._precision, device=self._device, recomputed=kind.recomputed)
+        ready = _ReadyRank(adapter, units, left_out)
+        with ready.hollow, preserved_random_state(_CPU), ready.hollow.without_masks():
+            ready.start(SoloRank(adapter, applied_tp, settings, SoloGroup(1)))
+        return ready
 
     def timed(self, kind: RunKind, units: tuple[str, ...], where: torch.device, repeats: int = 9) -> UnitTimes:
         """When the units run on a device, measured: the median of several runs, with random weights.
@@ -364,6 +349,62 @@ class EstimateRuns:
             f"{type(model).__name__} does not run on the micro-batches that were made from its configuration: "
             f"{type(first).__name__}: {first}. Pass sample=batch."
         ) from first
+
+
+class _ReadyRank:
+    """A rank that holds all stages of a model on no memory, of which runs are recorded.
+
+    Args:
+        adapter: of the sharded model.
+        units: that are marked.
+        left_out: those of them that do not run.
+
+    Attributes:
+        model: the sharded model.
+        hollow: the context that it runs in.
+        recorder: of its units.
+        rank: it; set by :meth:`start`, in the context.
+        passes: of the latest recorded run, the events at which B, and I and W, had run.
+        ends: the same, when what they left had been added.
+    """
+
+    rank: SoloRank
+
+    def __init__(self, adapter: ModuleAdapter, units: tuple[str, ...], left_out: tuple[str, ...]):
+        self.model, self.hollow = adapter.model, Hollow()
+        self._log: OpLog | None = None
+        self.recorder = UnitRecorder(
+            adapter,
+            units,
+            lambda: self._log.event if self._log else 0,
+            lambda tensor: self._log.of(tensor) if self._log else None,
+            left_out,
+        )
+        self.passes: list[int] = []
+        self.ends: list[int] = []
+
+    def start(self, rank: SoloRank) -> None:
+        """Let this rank run."""
+        self.rank = rank
+        rank.pass_ended = lambda: self.passes.append(self._log.event if self._log else 0)
+        rank.after_backward = lambda: self.ends.append(self._log.event if self._log else 0)
+
+    def note(self, message: SoloMessage) -> Callable[[], None]:
+        """Record a communication; what is returned records that the rank waits for its end."""
+        log = self._log
+        return (lambda: None) if log is None else partial(log.note_wait, log.note_message(*message))
+
+    @contextmanager
+    def recorded(self, log: OpLog) -> Iterator[None]:
+        """Inside, what runs is recorded in a log."""
+        self.passes.clear()
+        self.ends.clear()
+        self.recorder.clear()
+        self._log, self.recorder.is_recording = log, True
+        try:
+            yield
+        finally:
+            self._log, self.recorder.is_recording = None, False
 
 
 def _times_of(recorder: UnitRecorder, start: float, loss: float, ends: list[float], key: str) -> UnitTimes:

@@ -63,6 +63,7 @@ class SoloRank:
         alone: a group of one rank.
 
     Attributes:
+        splits: whether weight gradients are computed apart in the next run.
         pass_ended: called after B, and after I and W.
         after_backward: called then, when small gradients have been added.
     """
@@ -95,7 +96,7 @@ class SoloRank:
         self.executor = Executor(
             self.staged, Transport(alone, where), where, applied_tp.weight_gradients, applied_tp.in_a_step
         )
-        self._program = _program(settings.splits)
+        self.splits = settings.splits
         self.pass_ended: Callable[[], None] = lambda: None
         self.after_backward: Callable[[], None] = lambda: None
 
@@ -118,7 +119,7 @@ class SoloRank:
             end_backward=self._end_backward,
             reduce_gradients=self.buckets.launch_remaining,
         )
-        self.executor.run(self._program, step)
+        self.executor.run(_program(self.splits), step)
 
     def _end_backward(self) -> None:
         self.pass_ended()
