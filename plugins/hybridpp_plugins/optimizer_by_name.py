@@ -146,7 +146,7 @@ class OptimizerByName:
         """Refuse settings that are no values of these."""
         for index, (group, saved) in enumerate(zip(self._optimizer.param_groups, stored, strict=True)):
             for key, value in _decoded(saved).items():
-                if not is_like(value, group.get(key)):
+                if value is not None and not is_like(value, group.get(key)):
                     raise CheckpointError(
                         f"group {index} of the optimizer has {key!r:.80} = {value!r:.80} there, and "
                         f"{group.get(key)!r:.80} here. Restore the files from a copy"

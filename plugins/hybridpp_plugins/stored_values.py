@@ -14,7 +14,7 @@ _NO_STATE = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, 
 
 def is_like(saved: Any, here: Any) -> bool:
     """Whether a stored value may stand where another one is: numbers for numbers, lists for lists as long."""
-    if saved is None or here is None:
+    if here is None:
         return True
     if isinstance(here, list | tuple):
         same = isinstance(saved, list | tuple) and len(saved) == len(here)

@@ -12,9 +12,17 @@ from hybridpp.errors import CheckpointError
 
 
 def test_numbers_stand_for_numbers_and_lists_for_lists_as_long():
-    for saved, here in ((1, 2.0), (torch.tensor(0.1), 1e-3), ((0.9, 0.99), [0.9, 0.95]), (None, 3), ("a", None)):
+    for saved, here in ((1, 2.0), (torch.tensor(0.1), 1e-3), ((0.9, 0.99), [0.9, 0.95]), ("a", None), (None, None)):
         assert is_like(saved, here)
-    for saved, here in (("1", 1), ([1], 1), ((0.9,), (0.9, 0.99)), (("a", 1), (1, 1)), (1, "sum"), (torch.ones(2), 1)):
+    for saved, here in (
+        ("1", 1),
+        ([1], 1),
+        ((0.9,), (0.9, 0.99)),
+        (("a", 1), (1, 1)),
+        (1, "sum"),
+        (torch.ones(2), 1),
+        ([0, None], [0, 0]),
+    ):
         assert not is_like(saved, here)
 
 
