@@ -4,7 +4,6 @@ from hybridpp.estimate.allocations import Allocation, AllocationLog
 from hybridpp.estimate.comparison import plugin_call, plugin_keywords, why_slower
 from hybridpp.estimate.cuda_attention import CudaAttention
 from hybridpp.estimate.devices import DEVICES, DeviceProfile, find_device, with_links
-from hybridpp.nn.hollow import Hollow
 from hybridpp.estimate.layout_estimate import (
     EstimateInput,
     EstimatesLayouts,
@@ -35,6 +34,7 @@ from hybridpp.estimate.step_time import (
 from hybridpp.estimate.unit_marks import UnitMarks, UnitRecorder
 from hybridpp.estimate.unit_times import UnitTimes, median_times
 from hybridpp.estimate.values import parts_of, peak_of, values_of
+from hybridpp.nn.hollow import Hollow
 
 __all__ = [
     "BASES",

@@ -1,13 +1,12 @@
 """A copy of a large block with fewer channels and experts, on which a search tries what it would try on the block.
 
-How a block may be divided depends on its code and on what the number of ranks divides, not on how wide it is. A block of
-a Llama of 405 billion parameters takes 26 GB in double precision; with an eighth of its width, a fiftieth.
+How a block may be divided depends on its code and on what the number of ranks divides, not on how wide it is. A block
+of a Llama of 405 billion parameters takes 26 GB in double precision; with an eighth of its width, a fiftieth.
 """
 
 import copy
 import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -21,8 +20,8 @@ from hybridpp.nn import walk
 from hybridpp.nn.hollow import Hollow
 from hybridpp.nn.torch_private import has_no_data, pytree
 from hybridpp.plan_search.block_run import SampleCall, call_in, filled_copy
-from hybridpp.plan_search.trial_errors import is_machine_failure
 from hybridpp.plan_search.training_mode import Operations, constant_draws
+from hybridpp.plan_search.trial_errors import is_machine_failure
 from hybridpp.sharding_plan.sharding_spec import DimShard, ShardingSpec
 
 LARGE = 2**20
@@ -379,9 +378,7 @@ class _Narrowing:
             if not shape or not is_floating or dims == "none":
                 return shape
             first = len(shape) - 1 if dims == "last" else 1
-            return tuple(
-                size // prime if dim >= first and size in values else size for dim, size in enumerate(shape)
-            )
+            return tuple(size // prime if dim >= first and size in values else size for dim, size in enumerate(shape))
 
         def of_attribute(owner: int, key: str, value: Any) -> Any:
             is_depthwise = key == "groups" and sizes.attributes.get((owner, "in_channels")) == value
@@ -461,8 +458,8 @@ class _Likeness:
 
     def __init__(self, first: _Sizes, sizes: _Sizes, tp_size: int):
         self._tp_size = tp_size
-        # What counts heads does so in the copy, too, unless a size with this number was divided, or, in a last dimension,
-        # one that is twice as large: half of a head's channels is rotated.
+        # What counts heads does so in the copy, too, unless a size with this number was divided, or, in a last
+        # dimension, one that is twice as large: half of a head's channels is rotated.
         self._new: dict[int, set[int]] = {}
         for one, other in zip(_all_sizes(first), _all_sizes(sizes), strict=True):
             self._new.setdefault(one, {one}).add(other)
@@ -494,7 +491,8 @@ class _Likeness:
 
     def _is_less(self, size: int, less: int, is_last: bool) -> bool:
         if size in self._counts and less not in self._new.get(size, ()):
-            if not is_last or 2 * less not in self._new.get(2 * size, ()):
+            is_half = is_last and 2 * less in self._new.get(2 * size, ())
+            if not is_half:
                 return False
         return bool(less) and size % less == 0 and _keeps(size, less, self._tp_size)
 

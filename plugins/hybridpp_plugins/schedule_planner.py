@@ -82,11 +82,13 @@ class SchedulePlanner:
         return self._is_known
 
     def compute_programs(self, num_microbatches: int) -> Programs:
-        """The schedule's own programs for training, without communication.
+        """The schedule's own programs for training, without communication; those with a name are right by themselves.
 
         Raises:
             ScheduleError: the schedule is for another number of micro-batches.
         """
+        if self._is_known:
+            return _actions(self._make(self._num_ranks, num_microbatches), self._name)
         return self._checked(num_microbatches)
 
     def programs(self, num_microbatches: int, training: bool, most: int) -> tuple[RankProgram, ...]:

@@ -4,14 +4,18 @@ import functools
 import logging
 from collections.abc import Callable
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from copies import copied
 from divided_models import SIZES, deepseek, falcon, gpt_oss, llama4, mixtral, mpnet, olmo2, t5, token_batch
-from hybridpp_plugins.find_tp_plan import find_tp_plan
-from hybridpp_plugins.sample import Samples
+from hybridpp_plugins.apply_sp import sequence_plan
+from hybridpp_plugins.find_tp_plan import default_formats, find_tp_plan
+from hybridpp_plugins.preview_tp import preview_tensor_parallel
+from hybridpp_plugins.sample import Samples, find_samples
+from processes import run_forked
 from support import assert_near, assert_same, boosted, sgd, train, whole_over_tp
 from torch import nn
 from transformers import (
@@ -24,6 +28,7 @@ from transformers import (
 )
 
 from hybridpp.cluster import Loopback, current_world
+from hybridpp.config import ParallelConfig, Precision
 from hybridpp.tensor_parallel import sharding_of
 
 BATCHES = [token_batch(seed=seed) for seed in range(2)]
@@ -495,3 +500,45 @@ def test_a_model_that_runs_in_training_alone_is_looked_at_there(on_meta):
     assert plan.styles == {
         f"{block}.{layer}": s for block in (0, 1) for layer, s in (("up", "column"), ("down", "row"))
     }
+
+
+def resident_mib(key):
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key))
+
+
+def peak_of_search(is_previewed):
+    """MiB that a search for a plan, and for one of sequence shards, takes at most, and those of a block."""
+
+    def search(hidden):
+        config = LlamaConfig(
+            vocab_size=64,
+            hidden_size=hidden,
+            intermediate_size=2 * hidden,
+            num_attention_heads=8,
+            num_key_value_heads=8,
+            num_hidden_layers=1,
+        )
+        with torch.device("meta" if is_previewed else "cpu"):
+            model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+        before = resident_mib("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")
+        if is_previewed:
+            settings = ParallelConfig(tp_size=2, enable_sequence_parallelism=True)
+            assert preview_tensor_parallel(model, settings, Precision.BF16).sequence_parallel
+        else:
+            control, formats = current_world().control(), default_formats(model, Precision.BF16, "cpu")
+            samples = find_samples(model, None, None, torch.device("cpu"))
+            plan = find_tp_plan(model, lambda: samples, 2, control, formats=formats)
+            assert sequence_plan(model, plan, lambda: samples, 2, control, formats=formats).blocks
+        return resident_mib("VmHWM") - before, sum(one.nbytes for one in model.model.layers.parameters()) / 2**20
+
+    search(64)  # whatever is imported for it
+    return search(1536)
+
+
+@pytest.mark.parametrize("is_previewed", [True, False], ids=["previewed", "boosted"])
+def test_a_search_takes_at_most_twice_a_block_in_its_own_dtype(is_previewed):
+    peak, block = run_forked(lambda: peak_of_search(is_previewed))
+    assert 40 < block < 60
+    assert peak <= 2 * block
