@@ -75,12 +75,11 @@ class _Joined:
         self._made: dict[int, tuple[int, Allocation]] = {}
         self._touched: set[int] = set()
 
-    def read(self, tensors: list[Tensor]) -> int:
-        """Bytes that the kernel reads more with these arguments."""
-        return sum(_num_bytes(one) for one in tensors if self._is_new(one))
+    def read(self, arguments: list[tuple[int, int]]) -> int:
+        """Bytes that the kernel reads more with these arguments: keys of their memory, and their bytes."""
+        return sum(size for key, size in arguments if self._is_new(key))
 
-    def _is_new(self, tensor: Tensor) -> bool:
-        key = storage_id(tensor)
+    def _is_new(self, key: int) -> bool:
         is_new = key not in self._made and key not in self._touched
         self._touched.add(key)
         return is_new
@@ -130,15 +129,20 @@ class OpLog(AllocationLog):  # type: ignore[no-untyped-call]  # torch's __init_s
             return
         begins = self._joined is None
         joined = self._joined = self._joined or _Joined()
-        read = joined.read([] if name in _WRITING else given)
+        read = joined.read([] if name in _WRITING else [(self._memory_of(one), _num_bytes(one)) for one in given])
         owned = {storage_id(one) for one in given}
         # What it writes in place was counted as read.
         written = sum(_num_bytes(one) for one in returned if storage_id(one) in owned)
         for one in returned:
-            allocation = self._alive.get(storage_id(one))
+            allocation = self.of(one)
             if allocation is not None and allocation.born > event:
-                joined.make(storage_id(one), len(self._ops), allocation)
+                joined.make(self._memory_of(one), len(self._ops), allocation)
         self._ops.append(op._replace(joined_bytes=read + written, begins_kernel=begins))
+
+    def _memory_of(self, tensor: Tensor) -> int:
+        """A number that no other memory of the run has; addresses are given again to what comes later."""
+        allocation = self.of(tensor)
+        return -storage_id(tensor) if allocation is None else allocation.born
 
     def _end_kernel(self) -> None:
         for index, size in self._joined.kept() if self._joined else ():
