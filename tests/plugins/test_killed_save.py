@@ -15,8 +15,8 @@ from support import assert_same
 from hybridpp.checkpoint.commit import committed_steps, steps
 
 LAYOUT = {"pp_size": 2}
-# Every so many of the calls of a save, of which there are about 40; from another one in each case.
-STRIDE = 5
+# Every so many of the calls of a save: there are about 40, and four behind the commit. From another one in each case.
+STRIDE = 4
 LOCK = threading.Lock()
 
 
