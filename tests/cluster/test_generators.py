@@ -3,9 +3,11 @@
 import random
 
 import numpy
+import pytest
 import torch
 
-from hybridpp.cluster import generator_states, set_generator_states
+from hybridpp.cluster import check_generator_states, generator_states, set_generator_states
+from hybridpp.errors import ConfigError
 
 CPU = torch.device("cpu")
 
@@ -30,3 +32,14 @@ def test_states_of_a_device_that_is_not_there_are_left_out():
     expected = draw()
     set_generator_states(states, CPU)
     assert draw() == expected
+
+
+def test_states_are_checked_without_a_change():
+    states = generator_states(CPU)
+    check_generator_states(states, CPU)
+    for name, wrong in (("python", (3, (1, 2), None)), ("numpy", 3), ("torch", torch.ones(4)), ("torch", None)):
+        with pytest.raises(ConfigError, match="a state of the random generators is none"):
+            check_generator_states({**states, name: wrong}, CPU)
+    with pytest.raises(ConfigError, match="KeyError: 'numpy'"):
+        check_generator_states({"python": states["python"]}, CPU)
+    assert str(generator_states(CPU)) == str(states)
