@@ -133,10 +133,13 @@ def _connect(
     alike |= {"timeout_s": timeout_s, "watchdog_s": None if options.limits is None else options.limits.as_text()}
     reached_from = address_towards(address.host)
     entry = Entry(
-        settings=alike, own=[identify(device), reached_from], decide=lambda own: _decide(options.backend, own)
+        settings=alike,
+        own=[identify(device), reached_from],
+        address=reached_from,
+        decide=lambda own: _decide(options.backend, own),
     )
     store, (chosen, addresses) = wait_for_ranks(address, rank, world_size, entry, timeout_s)
-    watch.start(peers_of_host(store, rank))
+    watch.start(peers_of_host(store, rank, reached_from))
     interface = interface_with(address_between_hosts(reached_from, addresses))
     interface = options.take_interface(interface) if interface else ""
     timeout = timedelta(seconds=timeout_s)

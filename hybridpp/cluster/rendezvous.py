@@ -71,12 +71,15 @@ class Entry:
     Attributes:
         settings: must be equal on all ranks, by argument name.
         own: of this rank.
+        address: by which it reaches the store; processes see each other only where it is equal, as copies of a virtual
+            machine take themselves for one host.
         decide: rank 0 calls it with ``own`` of all ranks, in order; every rank gets the result, or the ConfigError that
             it raises.
     """
 
     settings: Mapping[str, object]
     own: Any = None
+    address: str = ""
     decide: Callable[[Sequence[Any]], Any] = lambda own: None
 
 
@@ -158,10 +161,15 @@ class WaitTimer:
         time.sleep(_POLL_S)
 
 
-def peers_of_host(store: Store, rank: int) -> dict[int, RankProcess]:
-    """The processes of the other ranks that this one sees, in a store that :func:`wait_for_ranks` returned."""
-    own = RankProcess.own()
-    found = json.loads(store.get(_processes_key(own.view)))
+def peers_of_host(store: Store, rank: int, address: str) -> dict[int, RankProcess]:
+    """The processes of the other ranks that this one sees, in a store that :func:`wait_for_ranks` returned.
+
+    Args:
+        store: of the attempt.
+        rank: this process.
+        address: see :class:`Entry`.
+    """
+    found = json.loads(store.get(_processes_key(address, RankProcess.own().view)))
     return {other: RankProcess(*process) for other, process in found if other != rank}
 
 
@@ -174,8 +182,8 @@ def list_ranks(ranks: list[int]) -> str:
 def _coordinate(store: Store, rank: int, world_size: int, entry: Entry, timer: WaitTimer) -> tuple[str, Any]:
     """Rank 0: answer requests with the attempt's name until all ranks are present, and decide."""
     name = secrets.token_hex(8)
-    store.set(f"{name}/{_RANK_0}", json.dumps(RankProcess.own()))
-    missing, ended = _reply_until_all_joined(store, name, world_size, timer)
+    store.set(f"{name}/{_RANK_0}", json.dumps([entry.address, *RankProcess.own()]))
+    missing, ended = _reply_until_all_joined(store, name, world_size, entry, timer)
     refusal, decision = None, None
     try:
         if ended:
@@ -193,11 +201,11 @@ def _coordinate(store: Store, rank: int, world_size: int, entry: Entry, timer: W
         ]
         _check_equal([settings for settings, _, _ in entries])
         decision = entry.decide([own for _, own, _ in entries])
-        by_view: dict[str, list[Any]] = {}
-        for rank, (_, _, process) in enumerate(entries):
-            by_view.setdefault(RankProcess(*process).view, []).append([rank, process])
-        for view, processes in by_view.items():
-            store.set(f"{name}/{_processes_key(view)}", json.dumps(processes))
+        by_host: dict[str, list[Any]] = {}
+        for rank, (_, _, (address, *process)) in enumerate(entries):
+            by_host.setdefault(_processes_key(address, RankProcess(*process).view), []).append([rank, process])
+        for key, processes in by_host.items():
+            store.set(f"{name}/{key}", json.dumps(processes))
     except (LaunchError, ConfigError) as error:
         refusal = error
     store.set(_decision_key(name), json.dumps([refusal and type(refusal).__name__, str(refusal), decision]))
@@ -214,18 +222,19 @@ def _coordinate(store: Store, rank: int, world_size: int, entry: Entry, timer: W
 
 
 def _reply_until_all_joined(
-    store: Store, name: str, world_size: int, timer: WaitTimer
+    store: Store, name: str, world_size: int, entry: Entry, timer: WaitTimer
 ) -> tuple[list[int], dict[int, RankProcess]]:
     """Answer requests with the attempt's name; returns the ranks that are missing when the time is over, or when one
     that has come has ended, and which have."""
     missing = list(range(1, world_size))
-    joined: dict[int, RankProcess] = {}
+    joined: dict[int, list[Any]] = {}
     num_replies, next_look = 0, time.monotonic() + _LOOK_S
     while missing:
         if time.monotonic() > next_look:
             for other in set(range(1, world_size)).difference(missing, joined):
-                joined[other] = RankProcess(*json.loads(store.get(_entry_key(name, other)))[2])
-            if ended := {other: process for other, process in joined.items() if process.condition == ENDED}:
+                joined[other] = json.loads(store.get(_entry_key(name, other)))[2]
+            seen = {other: RankProcess(*at[1:]) for other, at in joined.items() if at[0] == entry.address}
+            if ended := {other: process for other, process in seen.items() if process.condition == ENDED}:
                 return missing, ended
             next_look = time.monotonic() + _LOOK_S
         num_replies = _reply(store, name, num_replies)
@@ -264,8 +273,8 @@ def _decided(store: Store, name: str, rank: int, world_size: int, entry: Entry, 
         raise LaunchError(f"two processes have rank {rank} of {world_size}. Start each with a rank of its own.")
     store.set(_entry_key(name, rank), _as_text(entry))
     # Rank 0 logs for whom it waits, so this rank does not.
-    rank_0 = RankProcess(*json.loads(store.get(f"{name}/{_RANK_0}")))
-    _await(store, _decision_key(name), timer, "", rank_0)
+    address, *process = json.loads(store.get(f"{name}/{_RANK_0}"))
+    _await(store, _decision_key(name), timer, "", RankProcess(*process) if address == entry.address else None)
     refusal, text, decision = json.loads(store.get(_decision_key(name)))
     if refusal:
         store.add(_receipt_key(name), 1)
@@ -303,7 +312,7 @@ def _check_equal(settings: Sequence[dict[str, object]]) -> None:
 
 
 def _as_text(entry: Entry) -> str:
-    return json.dumps([entry.settings, entry.own, RankProcess.own()])
+    return json.dumps([entry.settings, entry.own, [entry.address, *RankProcess.own()]])
 
 
 def _reply_key(number: int) -> str:
@@ -318,8 +327,8 @@ def _decision_key(name: str) -> str:
     return f"{name}/decision"
 
 
-def _processes_key(view: str) -> str:
-    return f"processes of {view}"
+def _processes_key(address: str, view: str) -> str:
+    return f"processes of {address} {view}"
 
 
 def _receipt_key(name: str) -> str:

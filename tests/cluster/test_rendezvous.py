@@ -195,7 +195,7 @@ def test_a_rank_that_ended_while_ranks_meet_is_named_to_late_ones_too(port):
     def killed():
         store = rendezvous.PrefixStore("hybridpp", address.open(1, 60.0))
         key = f"reply to request {store.add('requests', 1)}"
-        store.set(f"{store.get(key).decode()}/settings of rank 1", json.dumps([settings(), None, ended]))
+        store.set(f"{store.get(key).decode()}/settings of rank 1", json.dumps([settings(), None, ["", *ended]]))
 
     def late():
         time.sleep(1.5)

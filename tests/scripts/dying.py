@@ -139,7 +139,7 @@ def main() -> None:
     model = nn.Sequential(*(Block(reached) for _ in range(4)), nn.Linear(16, 4))
     plugin = HybridParallelPlugin(num_microbatches=NUM_MICROBATCHES, **settings)
     booster = Booster(plugin=plugin, device="cpu")
-    loader = plugin.prepare_dataloader(list(torch.randn(64, 16)), batch_size=8)
+    loader = plugin.prepare_dataloader(list(torch.randn(640, 16)), batch_size=8)
     killer.part = "boost"
     model, optimizer, criterion, loader, _ = booster.boost(
         model, torch.optim.Adam(model.parameters()), mean_square, loader
