@@ -47,3 +47,11 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
 def on_page_content(html: str, **_: Any) -> str:
     """Docstrings name objects as :class:`Name`, which Markdown does not know."""
     return re.sub(r":(?:class|meth|func|mod|attr|exc|data):(?=<code)", "", html)
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Only pages that are opened from a disk need the script with which their search runs, from another host."""
+    script = re.escape('<script src="https://unpkg.com/iframe-worker/shim"></script>')
+    only_there = r"""<script>if (location.protocol === "file:")
+  document.write('<script src="https://unpkg.com/iframe-worker/shim"><\\/script>')</script>"""
+    return re.sub(script, only_there, output)

@@ -1,6 +1,7 @@
 """Tables: plain text in a pipe, whatever the terminal; a table that fits the terminal on one."""
 
 import io
+import re
 import sys
 
 import pytest
@@ -50,6 +51,14 @@ def test_on_a_terminal_a_table_fits_it_and_loses_nothing(terminal):
     assert text.count("a") == 50 + 1  # a title has one, too
     assert "b [red]" in text
     assert line == "x" * 40
+
+
+def test_a_table_that_must_fold_keeps_words_whole_where_they_fit(terminal):
+    stdout, _ = terminal()
+    show(TextTable(("stage", "modules", "size"), [("0", "embed.tokens, layers.0-1", "1,024")], left=(1,)))
+    lines = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", stdout.getvalue()).splitlines()]
+    assert ["0", "embed.tokens,", "1,024"] in lines
+    assert ["layers.0-1"] in lines
 
 
 def test_progress_is_silent_in_a_pipe(capsys):
