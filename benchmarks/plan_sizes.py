@@ -299,7 +299,8 @@ def published(limit_gib: float, limit_s: float) -> None:
                 call = [sys.executable, "-m", "hybridpp", "estimate", "--model", str(folder), *layout, *sizes, "--json"]
                 call += ["--sequence-length", str(length), "--device", device]
                 found = run([*call, *(["--enable-sequence-parallelism"] if shards else [])], limit_gib, limit_s)
-                row = f"| {devices:,} | {microbatches} | {Path(device).name} | {'yes' if shards else 'no'} | {tflops:g} "
+                names = Path(device).name, "yes" if shards else "no"
+                row = f"| {devices:,} | {microbatches} | {' | '.join(names)} | {tflops:g} "
                 if not found.is_answered:
                     print(f"{row}| {first_line('', found.answer)} |", flush=True)
                     continue
