@@ -325,6 +325,8 @@ def grouped_product_without_values(
     if operator is not GROUPED_MM.default or args[0].dtype is torch.bfloat16:
         return None
     first, second, *others = args
+    if first.shape[-1] != second.shape[-2] or (first.dim() == second.dim() == 3 and len(first) != len(second)):
+        raise RuntimeError(f"matrices of {tuple(first.shape)} and {tuple(second.shape)} cannot be multiplied in groups")
     ends = others[0] if others else kwargs.get("offs")
     shape = {
         (2, 2): (0 if ends is None else len(ends), len(first), second.shape[-1]),

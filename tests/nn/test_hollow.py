@@ -144,3 +144,10 @@ def test_experts_in_groups_take_no_memory_in_any_format(dtype):
         assert hollow.is_hollow(weights.grad)
         assert weights.grad.dtype == dtype
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 2**10  # KiB
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_matrices_that_do_not_go_together_are_refused(dtype):
+    ends = torch.arange(4, 68, 4, dtype=torch.int32)
+    with Hollow(), pytest.raises(RuntimeError):
+        torch.nn.functional.grouped_mm(torch.empty(64, 32, dtype=dtype), torch.empty(16, 64, 8, dtype=dtype), offs=ends)
