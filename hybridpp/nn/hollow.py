@@ -42,9 +42,9 @@ _EMPTY = {
     _aten.new_empty.default,
     _aten.new_empty_strided.default,
 }
-# Untouched memory is zero. Smaller ones may be the start of a mask, which is read.
+# Untouched memory is zero. Smaller ones may be the start of a mask, which is read; of one dimension there are none.
 _ZEROS = {_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default}
-_LEAST_ZEROS = 2**24
+_LEAST_ZEROS, _LEAST_FLAT = 2**24, 2**20
 _FACTORIES = (_aten.empty.memory_format, _aten.empty_strided.default, _aten.zeros.default)
 _SAME = object()
 # What finds the largest elements along a dimension, with the position of this argument.
@@ -111,7 +111,8 @@ class Hollow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
     def _empty(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = kwargs.get("device") or (args[0].device if args and isinstance(args[0], Tensor) else "cpu")
         spec = self._spec(func, args, kwargs)
-        is_large = func in _EMPTY or spec.num_bytes >= self._least_zeros
+        least = self._least_zeros if len(spec.shape) > 1 else min(self._least_zeros, _LEAST_FLAT)
+        is_large = func in _EMPTY or spec.num_bytes >= least
         if torch.device(device).type != "cpu" or not spec.dtype.is_floating_point or not is_large:
             return func(*args, **kwargs)
         return self._make(spec)

@@ -60,6 +60,8 @@ def test_what_is_made_of_real_tensors_is_real():
         assert hollow.is_hollow(weight)
         assert not hollow.is_hollow(mask)
         assert bool(mask.all())
+        assert not hollow.is_hollow(torch.zeros(1024, 1024))  # may be a mask
+        assert hollow.is_hollow(torch.zeros(1024 * 1024))
         assert not hollow.is_hollow(torch.arange(5) + 1)
         product = weight @ weight
         assert hollow.is_hollow(product)
