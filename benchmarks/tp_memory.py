@@ -1,29 +1,45 @@
 """The memory of a tensor-parallel rank: weights, gradients, optimizer state; and logits in a step.
 
     OMP_NUM_THREADS=1 PYTHONPATH=.:plugins python benchmarks/tp_memory.py
+    OMP_NUM_THREADS=1 PYTHONPATH=.:plugins python benchmarks/tp_memory.py --searches
 
 Ranks of one process. The first table counts the bytes of the boosted objects after a step of Adam (fp32), on the rank
 with the most memory, and the minimum without padding and copies: sharded parameters divided by the number of ranks, and
 all others. The second table follows every tensor that a step allocates during its lifetime: Llama with a large
-vocabulary and very few layers, so that logits, loss and their gradients make the peak.
+vocabulary and very few layers, so that logits, loss and their gradients make the peak. With ``--searches``, instead:
+how much the resident memory of a process grows at most while it searches how blocks of real models are divided over
+eight ranks, and how they run on sequence shards, in bf16; each in a process of its own.
 """
 
+import argparse
 import functools
+import multiprocessing
+import time
 import warnings
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from hybridpp_plugins.preview_tp import preview_tensor_parallel
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 from vit import make_batch, make_vit
 
 from hybridpp import Booster, HybridParallelPlugin
 from hybridpp.cluster import Loopback
+from hybridpp.config import ParallelConfig, Precision
 from hybridpp.sharded_activations import gathered
 from hybridpp.tensor_parallel import sharding_of
 
@@ -182,9 +198,64 @@ def peak(vocab: int, tp_size: int, criterion: Criterion) -> float:
     return max(Loopback(tp_size).run(rank))
 
 
+# Hidden and inner widths, heads, heads of keys and values.
+LARGE = {
+    "Llama 8B": (4096, 14336, 32, 8),
+    "Llama 70B": (8192, 28672, 64, 8),
+    "Llama 405B": (16384, 53248, 128, 8),
+    "Mixtral 8x22B": (6144, 16384, 48, 8),
+}
+
+
+def resident_mib(key: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key))
+
+
+def search(name: str, tp_size: int, results: Any) -> None:
+    """Put a block's bytes, the growth of resident memory in a search, and the processor time of that (MiB, s)."""
+    hidden, inner, heads, kv_heads = LARGE[name]
+    is_moe = name.startswith("Mixtral")
+    config = (MixtralConfig if is_moe else LlamaConfig)(
+        vocab_size=1024,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        num_hidden_layers=1,
+    )
+    with torch.device("meta"):
+        model = (MixtralForCausalLM if is_moe else LlamaForCausalLM)(config).to(torch.bfloat16).eval()
+    if is_moe:
+        model.set_experts_implementation("batched_mm")
+    before, start = resident_mib("VmRSS"), time.process_time()
+    Path("/proc/self/clear_refs").write_text("5")
+    preview_tensor_parallel(model, ParallelConfig(tp_size=tp_size, enable_sequence_parallelism=True), Precision.BF16)
+    block = sum(held.nbytes for held in model.model.layers.parameters()) / MIB
+    results.put((block, resident_mib("VmHWM") - before, time.process_time() - start))
+
+
+def searches() -> None:
+    print("| block | tp | in bf16 (MiB) | peak of the search (MiB) | of the block | s of the processor |")
+    print("|---|--:|--:|--:|--:|--:|", flush=True)
+    context = multiprocessing.get_context("fork")
+    for name in LARGE:
+        results = context.Queue()
+        child = context.Process(target=search, args=(name, 8, results))
+        child.start()
+        block, peak_mib, seconds = results.get(timeout=600)
+        child.join()
+        print(f"| {name} | 8 | {block:,.0f} | {peak_mib:,.0f} | {peak_mib / block:.3f} | {seconds:.1f} |", flush=True)
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--searches", action="store_true", help="the memory of searches, in place of that of ranks")
+    if parser.parse_args().searches:
+        searches()
+        return
     words = tokens(8000, 2, 32)
     models: dict[str, Case] = {
         "ViT, hidden 384, 12 layers": (functools.partial(make_vit, 384), make_batch(2), None),

@@ -42,7 +42,7 @@ def llama(kv_heads=4, heads=8, hidden=512, inner=768, **more):
 
 def mixtral(num_experts):
     config = MixtralConfig(
-        hidden_size=512,
+        hidden_size=256,
         intermediate_size=256,
         num_attention_heads=8,
         num_key_value_heads=4,
@@ -52,7 +52,7 @@ def mixtral(num_experts):
     )
     with torch.device("meta"):
         layer = MixtralDecoderLayer(config, 0).eval()
-    return Block(layer, 512, 64)
+    return Block(layer, 256, 32)
 
 
 def plans(block, tp_size):
