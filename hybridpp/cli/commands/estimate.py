@@ -38,8 +38,5 @@ ESTIMATE = Command(
     name="estimate",
     arguments=EstimateArguments,
     work="hybridpp.cli.estimate:run",
-    examples=(
-        "hybridpp estimate --model llama --tp-size 2 --pp-size 4 --world-size 64",
-        "hybridpp estimate --model llama --device device.json --memory 72GiB --json",
-    ),
+    examples=("hybridpp estimate --model llama --tp-size 2 --pp-size 4 --device device.json --memory 72GiB",),
 )
