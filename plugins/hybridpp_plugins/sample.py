@@ -13,11 +13,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hybridpp.cluster import preserved_random_state
 from hybridpp.errors import ConfigError, HybridppError
-from hybridpp.partition import UntraceableUnitError, make_samples
+from hybridpp.partition import UntraceableUnitError, has_samples, make_samples
 from hybridpp.pipeline import ForwardSignature, form_of, to_plain_containers
 
 # Two samples, because layers that normalise over the batch need more than one.
 _NUM_SAMPLES = 2
+_FEW_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -134,13 +135,15 @@ def find_samples(
 
 def _made(model: nn.Module) -> tuple[Any, ...]:
     """A Hugging Face model's dummy inputs, and samples made from its configuration."""
-    if not hasattr(getattr(model, "config", None), "sub_configs"):
+    if not has_samples(model):
         return ()
+    # Trials compute with them: of images of diffusers, few tokens will do.
+    length = None if hasattr(model.config, "sub_configs") else _FEW_TOKENS
     dummy = getattr(model, "dummy_inputs", None)
     own = [dummy] if isinstance(dummy, dict) and getattr(model, "main_input_name", None) in dummy else []
     # A model with unknown inputs has dummy inputs, or no sample.
     with suppress(ConfigError):
-        own += make_samples(model, _NUM_SAMPLES, None, torch.float32)
+        own += make_samples(model, _NUM_SAMPLES, length, torch.float32)
     return tuple(own)
 
 

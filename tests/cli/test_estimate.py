@@ -213,6 +213,8 @@ def test_flux_is_estimated_from_its_configuration(printed, tmp_path):
     (tmp_path / "flux" / "config.json").write_text(json.dumps(config))
     flags = ("--model", str(tmp_path / "flux"), "--sequence-length", "64", "--pp-size", "2", "--json")
     one, two = (json.loads(printed(*flags, "--microbatch-size", size)) for size in ("1", "2"))
+    shared = json.loads(printed(*flags, "--tp-size", "2"))["ranks"][0]["bytes"]["weights"]
+    assert shared < 0.8 * one["ranks"][0]["bytes"]["weights"]
     first, second = (found["ranks"][0]["bytes"]["activations"] for found in (one, two))
     assert 1.7 < second / first < 2.1
 
