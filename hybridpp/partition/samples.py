@@ -241,7 +241,7 @@ _WIDTHS = {
     ),
     "pooled_projections": ("pooled_projection_dim",),
 }
-# Tokens of a prompt, and of an image of 1024 x 1024 pixels.
+# Tokens of a prompt at most, and of an image of 1024 x 1024 pixels.
 _PROMPT, _IMAGE_TOKENS = 512, 4096
 
 
@@ -262,6 +262,7 @@ def _denoiser_sample(
             "in_channels channels. Pass sample=batch."
         )
     tokens = length or _IMAGE_TOKENS
+    prompt_tokens = min(_PROMPT, tokens)
     sides = config.get("sample_size")
     if "img_ids" in takes or not sides:
         shape: tuple[int, ...] = (tokens, channels)
@@ -271,7 +272,7 @@ def _denoiser_sample(
     for name, settings in _WIDTHS.items():
         width = next((config[setting] for setting in settings if isinstance(config.get(setting), int)), None)
         if name in takes and width is not None:
-            prompt = (_PROMPT,) if name == "encoder_hidden_states" else ()
+            prompt = (prompt_tokens,) if name == "encoder_hidden_states" else ()
             batch[name] = torch.zeros(size, *prompt, width, dtype=dtype)
     if "timestep" in takes:
         batch["timestep"] = torch.ones(size, dtype=dtype)
@@ -281,7 +282,7 @@ def _denoiser_sample(
         batch["class_labels"] = torch.zeros(size, dtype=torch.long)
     axes = len(config.get("axes_dims_rope") or (0, 0, 0))
     # All samples share the positions.
-    for name, count in (("img_ids", tokens), ("txt_ids", _PROMPT)):
+    for name, count in (("img_ids", tokens), ("txt_ids", prompt_tokens)):
         if name in takes:
             batch[name] = torch.zeros(count, axes, dtype=dtype)
     return batch
