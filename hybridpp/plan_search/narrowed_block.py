@@ -267,7 +267,7 @@ class _Narrowing:
     def _structure(self, sizes: _Sizes, number: int, training: bool) -> _Structure | None:
         """What a copy of these sizes runs; None: it raises."""
         try:
-            block, calls = self._copy(sizes)
+            block, calls = self._copy(sizes, on_meta=True)
             call = calls[number]
             assert call is not None, "only calls are run"
             return _run_without_values(block.train(training), call)
@@ -410,14 +410,15 @@ class _Narrowing:
             arguments,
         )
 
-    def _copy(self, sizes: _Sizes) -> tuple[nn.Module, list[SampleCall | None]]:
-        """A copy of the block with these sizes, and its calls. Its matrices have no values."""
+    def _copy(self, sizes: _Sizes, on_meta: bool = False) -> tuple[nn.Module, list[SampleCall | None]]:
+        """A copy of the block with these sizes, and its calls. Its matrices have no values, and no memory either if
+        they shall be on the meta device."""
         memo: dict[int, Any] = {}
         for name, held in walk.named_parameters(self._block):
-            memo[id(held)] = nn.Parameter(_less(held, sizes.params[name]), held.requires_grad)
+            memo[id(held)] = nn.Parameter(_less(held, sizes.params[name], on_meta), held.requires_grad)
         for name, held in walk.named_buffers(self._block):
             if tuple(held.shape) != sizes.buffers[name]:
-                memo[id(held)] = _less(held, sizes.buffers[name])
+                memo[id(held)] = _less(held, sizes.buffers[name], on_meta)
         changed: dict[int, dict[str, Any]] = {}
         for (owner, key), value in sizes.attributes.items():
             if value != self._first.attributes[owner, key]:
@@ -632,10 +633,11 @@ def _has_fractions(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
-def _less(held: Tensor, shape: _Shape) -> Tensor:
+def _less(held: Tensor, shape: _Shape, on_meta: bool) -> Tensor:
     """The first part of a vector or buffer; a matrix of that shape without values, for they are made up."""
-    if has_no_data(held) or (isinstance(held, nn.Parameter) and held.dim() > 1):
-        return torch.empty(shape, dtype=held.dtype, device=held.device)
+    is_matrix = isinstance(held, nn.Parameter) and held.dim() > 1
+    if is_matrix or has_no_data(held):
+        return torch.empty(shape, dtype=held.dtype, device="meta" if is_matrix and on_meta else held.device)
     return _cut(held, shape)
 
 
