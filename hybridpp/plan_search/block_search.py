@@ -60,7 +60,7 @@ class PlanSearch:
             first.
         formats: in which the block will run; None: not known.
         collected: results of modules inside that hooks collect: they must be complete, as those of the block.
-        whole: the block that is meant, if ``block`` is a narrow copy of it: reasons name its sizes.
+        complete: the block that is meant, if ``block`` is a narrow copy of it: reasons name its sizes.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class PlanSearch:
         own_plan: Mapping[str, ShardKind] | None = None,
         formats: BlockFormats | None = None,
         collected: Collection[ResultKey] = (),
-        whole: nn.Module | None = None,
+        complete: nn.Module | None = None,
     ):
-        self._whole = block if whole is None else whole
+        self._complete = block if complete is None else complete
         self._own_plan = own_plan or {}
         self._tp_size = tp_size
         self._collected = collected
-        self._layers, self._whole_layers = linear_shapes(block), linear_shapes(self._whole)
+        self._layers, self._complete_layers = linear_shapes(block), linear_shapes(self._complete)
         self._reference = randomized_copy(block, calls, formats, collected)
         self._block, self._call = self._reference.block, self._reference.call
         tensors = [x.detach().requires_grad_(x.requires_grad) for x in self._call.tensors]
@@ -233,7 +233,7 @@ class PlanSearch:
         return own == group.layers, reads == set(group.columns), size
 
     def _indivisible(self, group: LayerGroup) -> str | None:
-        return indivisible(self._whole, self._whole_layers, group, self._tp_size)
+        return indivisible(self._complete, self._complete_layers, group, self._tp_size)
 
     def _reason(self, group: LayerGroup, name: str) -> str:
         return (

@@ -176,7 +176,7 @@ def try_later_call(block: nn.Module, spec: ShardingSpec, call: LaterCall, tp_siz
     with preserved_random_state(torch.device("cpu")), torch.enable_grad(), no_autocast:
         arguments = call.arguments
         narrow = narrowed_block(block, [arguments], tp_size)
-        inner = narrow and narrow.narrowed(spec)
+        inner = None if narrow is None else narrow.narrowed(spec)
         if narrow is not None and inner is not None:
             block, spec, arguments = narrow.block, inner, narrow.first_call
         try:

@@ -303,7 +303,7 @@ class _Narrowing:
             yield sizes._replace(
                 params=params,
                 buffers={name: of_shape(shape) for name, shape in sizes.buffers.items()},
-                attributes={place: of_attribute(*place, value) for place, value in sizes.attributes.items()},
+                attributes={key: of_attribute(*key, value) for key, value in sizes.attributes.items()},
             )
 
     def _width_steps(self, sizes: _Sizes, prime: int) -> Iterator[_Step]:
@@ -406,7 +406,7 @@ class _Narrowing:
                 name: of_parameter(shape) if _has_fractions(buffers[name]) else shape
                 for name, shape in sizes.buffers.items()
             },
-            {place: of_attribute(*place, value) for place, value in sizes.attributes.items()},
+            {key: of_attribute(*key, value) for key, value in sizes.attributes.items()},
             arguments,
         )
 

@@ -171,7 +171,7 @@ def _checked(
 ) -> ShardingSpec | PlanFault | str:
     """The completed spec of a block, or what is wrong with it, or why it cannot be tried."""
     narrow = narrowed_block(block, calls, tp_size)
-    inner = narrow and narrow.narrowed(spec)
+    inner = None if narrow is None else narrow.narrowed(spec)
     if narrow is None or inner is None:
         return _verified(block, spec, calls, tp_size, formats)
     found = _verified(narrow.block, inner, narrow.calls, tp_size, formats)

@@ -63,7 +63,7 @@ def search_sequence_block(
         collected: results of modules inside that hooks collect, and that must be complete.
     """
     narrow = narrowed_block(block, calls, tp_size)
-    inner = narrow and narrow.narrowed(spec)
+    inner = None if narrow is None else narrow.narrowed(spec)
     if narrow is not None and inner is not None:
         block, calls, spec = narrow.block, narrow.calls, inner
     calls = [call and _with_distinct_positions(call) for call in calls]
