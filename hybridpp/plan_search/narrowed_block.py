@@ -6,7 +6,7 @@ of a Llama of 405 billion parameters takes 26 GB in double precision; with an ei
 
 import copy
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -46,7 +46,6 @@ _OTHERS = re.compile(
 )
 _SIZES = re.compile(r"dim|size|width|per_head|features|channels|hidden|inner|embd|rank|shape|^n[xf]$")
 
-_Place: TypeAlias = tuple[Hashable, ...]
 _Shape: TypeAlias = tuple[int, ...]
 
 
