@@ -6,7 +6,7 @@ of a Llama of 405 billion parameters takes 26 GB in double precision; with an ei
 
 import copy
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -319,7 +319,7 @@ class _Narrowing:
         for some in dict.fromkeys(one for one in chosen if one):
             yield _Step(some, self._fewer_channels(sizes, some, prime))
 
-    def _fewer_channels(self, sizes: _Sizes, values: Collection[int], prime: int) -> Iterator[_Sizes]:
+    def _fewer_channels(self, sizes: _Sizes, values: Set[int], prime: int) -> Iterator[_Sizes]:
         seen = [sizes]
         for vectors, matrices, dims in product((True, False), (True, False), ("last", "any", "none")):
             made = self._narrower(sizes, values, prime, vectors, matrices, dims)
@@ -349,7 +349,7 @@ class _Narrowing:
         }
 
     def _narrower(
-        self, sizes: _Sizes, values: Collection[int], prime: int, vectors: bool, matrices: bool, dims: str
+        self, sizes: _Sizes, values: Set[int], prime: int, vectors: bool, matrices: bool, dims: str
     ) -> _Sizes:
         """The sizes with some values divided.
 
@@ -415,9 +415,9 @@ class _Narrowing:
         memo: dict[int, Any] = {}
         for name, held in walk.named_parameters(self._block):
             memo[id(held)] = nn.Parameter(_less(held, sizes.params[name], on_meta), held.requires_grad)
-        for name, held in walk.named_buffers(self._block):
-            if tuple(held.shape) != sizes.buffers[name]:
-                memo[id(held)] = _less(held, sizes.buffers[name], on_meta)
+        for name, buffer in walk.named_buffers(self._block):
+            if tuple(buffer.shape) != sizes.buffers[name]:
+                memo[id(buffer)] = _less(buffer, sizes.buffers[name], on_meta)
         changed: dict[int, dict[str, Any]] = {}
         for (owner, key), value in sizes.attributes.items():
             if value != self._first.attributes[owner, key]:

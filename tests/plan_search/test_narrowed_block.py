@@ -98,6 +98,7 @@ def test_heads_and_what_the_ranks_divide_are_kept():
 
 def test_experts_are_left_out_but_where_there_are_as_many_heads_of_keys(monkeypatch):
     monkeypatch.setattr(narrowed_block, "_FEW", 2**16)
+    monkeypatch.setattr(narrowed_block, "LARGE", 2**16)
     assert shapes(mixtral(16), 2)["mlp.experts.down_proj"][0] == 8
     # Of 4 key heads on 4 ranks, a copy with 2 would say that ranks share them.
     assert shapes(mixtral(4), 4)["mlp.experts.down_proj"][0] == 4
