@@ -7,6 +7,7 @@ leaves for later (W). Two blocks in a row show it; then the second one's part is
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
+from functools import cache
 from itertools import pairwise
 from types import BuiltinFunctionType, FunctionType
 from typing import NamedTuple
@@ -210,6 +211,8 @@ class _Expansion:
         self._segments = _Segments(run, calls)
         self._bounds = {phase: self._segments.bounds(phase, _TEMPLATE) for phase in _PHASES}
         self._length = {phase: end - begin for phase, (begin, end) in self._bounds.items()}
+        self._moved = cache(self._line_of)
+        self._begins, self._position = cache(self._segments.bounds), cache(self._segments.position)
         self._made: dict[tuple[int, int], Allocation] = {}
         self._born: dict[int, list[int]] = {}
         for index, one in enumerate(run.allocations):
@@ -257,14 +260,22 @@ class _Expansion:
 
     def _at(self, event: int, turn: int | None = None) -> int:
         """The event in the complete run; ``turn``: which of the repeated blocks, if the event is in the template's."""
-        moved = event
+        moved, first, step = self._moved(event)
+        return moved if turn is None else first + turn * step
+
+    def _line_of(self, event: int) -> tuple[int, int, int]:
+        """An event in the complete run; in the first of the repeated blocks; and how far it is from one to the next."""
+        moved = first = event
+        step = 0
         for phase, (begin, end) in self._bounds.items():
             if event > end:
                 moved += self._count * self._length[phase]
-            elif event > begin and turn is not None:
+                first += self._count * self._length[phase]
+            elif event > begin:
                 # Forwards follow each other as the blocks do, all else in reverse.
-                moved += (turn if phase == "F" else self._count - turn) * self._length[phase]
-        return moved
+                step = self._length[phase] if phase == "F" else -self._length[phase]
+                first += 0 if phase == "F" else self._count * self._length[phase]
+        return moved, first, step
 
     def _allocations(self) -> list[Allocation]:
         found = []
@@ -297,11 +308,11 @@ class _Expansion:
             block: that allocated it.
             turn: of the block that is meant: below 0 before the template, above the count behind the repeated ones.
         """
-        position = self._segments.position(event)
+        position = self._position(event)
         if not position.phase:
             return self._at(event)
         target = turn + position.block - block
-        begin, _ = self._segments.bounds(position.phase, _TEMPLATE + min(target, 0) + max(target - self._count, 0))
+        begin, _ = self._begins(position.phase, _TEMPLATE + min(target, 0) + max(target - self._count, 0))
         return self._at(begin + position.offset, target)
 
     def _all_seen_from(self, index: int, event: int) -> list[int]:

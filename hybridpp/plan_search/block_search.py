@@ -61,6 +61,7 @@ class PlanSearch:
         formats: in which the block will run; None: not known.
         collected: results of modules inside that hooks collect: they must be complete, as those of the block.
         complete: the block that is meant, if ``block`` is a narrow copy of it: reasons name its sizes.
+        among: layers and experts that are looked at; None: all.
     """
 
     def __init__(
@@ -72,8 +73,10 @@ class PlanSearch:
         formats: BlockFormats | None = None,
         collected: Collection[ResultKey] = (),
         complete: nn.Module | None = None,
+        among: Collection[str] | None = None,
     ):
         self._complete = block if complete is None else complete
+        self._among = among
         self._own_plan = own_plan or {}
         self._tp_size = tp_size
         self._collected = collected
@@ -94,10 +97,14 @@ class PlanSearch:
     def run(self) -> BlockPlan:
         """The spec that shards most weights among those that reproduce the reference block's results and gradients."""
         groups, reasons = groups_of(self._flow, self._layers)
+        if self._among is not None:
+            groups = [group for group in groups if group.layers <= set(self._among)]
         reasons |= dict.fromkeys(self._flow.non_tensor_outputs, "does not return one tensor")
         likeliest_first = sorted(groups, key=self._likelihood, reverse=True)
         sharded = self._first_candidates_together(likeliest_first) or self._one_after_another(likeliest_first, reasons)
         for name in expert_modules(self._block):
+            if self._among is not None and name not in self._among:
+                continue
             candidates = expert_specs(self._block, name, self._tp_size)
             spec = self._first_verified(candidates, frozenset({name}))
             if spec is None:
@@ -269,16 +276,17 @@ def search_block_plan(
     own_plan: Mapping[str, ShardKind] | None = None,
     formats: BlockFormats | None = None,
     collected: Collection[ResultKey] = (),
+    among: Collection[str] | None = None,
 ) -> BlockPlan:
     """The result of :class:`PlanSearch`, whose arguments these are; of a large block, by trials on a narrow copy."""
     narrow = narrowed_block(block, calls, tp_size)
     if narrow is not None:
-        start = partial(PlanSearch, narrow.block, narrow.calls, tp_size, own_plan, formats, collected, block)
+        start = partial(PlanSearch, narrow.block, narrow.calls, tp_size, own_plan, formats, collected, block, among)
         plan = _plan_of(start)
         spec = narrow.widened(plan.spec)
         if spec is not None:
             return BlockPlan(spec, plan.reasons)
-    return _plan_of(partial(PlanSearch, block, calls, tp_size, own_plan, formats, collected))
+    return _plan_of(partial(PlanSearch, block, calls, tp_size, own_plan, formats, collected, among=among))
 
 
 def _plan_of(start: Callable[[], PlanSearch]) -> BlockPlan:

@@ -25,6 +25,7 @@ def infer_plan(
     more_calls: Mapping[str, Sequence[SampleCall | None]] | None = None,
     formats: RunFormats | None = None,
     collected: Mapping[str, Collection[ResultKey]] | None = None,
+    smaller: Plan | None = None,
 ) -> Plan:
     """How the blocks of a model can be sharded over ``tp_size`` ranks without a change of results.
 
@@ -41,11 +42,14 @@ def infer_plan(
         formats: in which the model will run, whose kernels must take the shards; None: not known.
         collected: by block, the results of modules inside that hooks collect (attention weights): they are complete on
             every rank, like the block's own.
+        smaller: the plan for fewer ranks, of a number that divides ``tp_size``; what they cannot share is not tried
+            again, since more ranks cannot, either. None: everything is tried.
     """
     formats_of = None if formats is None else formats.by_block(model)
     known: dict[Hashable, BlockPlan] = {}
     own_plan = hf_tp_plan(model)
-    reasons: dict[str, str] = {}
+    shared = None if smaller is None else smaller.spec.holders()
+    reasons: dict[str, str] = {} if smaller is None else dict(smaller.reasons)
     plans: dict[str, BlockPlan] = {}
     for name in blocks:
         if name not in sample_calls:
@@ -56,9 +60,10 @@ def infer_plan(
         calls = calls_of(name, sample_calls, more_calls)
         in_run = formats_of(name) if formats_of else None
         inside = frozenset(collected.get(name, ())) if collected else frozenset()
-        kind = (*(call and kind_of(block, *call) for call in calls), tuple(sorted(own.items())), in_run, inside)
+        among = shared and frozenset(one.removeprefix(f"{name}.") for one in shared if one.startswith(f"{name}."))
+        kind = (*(call and kind_of(block, *call) for call in calls), tuple(sorted(own.items())), in_run, inside, among)
         if kind not in known:
-            known[kind] = search_block_plan(block, calls, tp_size, own, in_run, inside)
+            known[kind] = search_block_plan(block, calls, tp_size, own, in_run, inside, among)
         plans[name] = known[kind]
     for name, parameter in shared_in_two_ways(model, plans).items():
         del plans[name]

@@ -49,6 +49,7 @@ from hybridpp.precision import (
     working_dtype,
     wrap_dtype_boundaries,
 )
+from hybridpp.sharding_plan import Plan
 from hybridpp_plugins.apply_tp import AppliedTensorParallel, Sharding, apply_sharding, placements
 from hybridpp_plugins.estimate_batch import BatchSource, EstimateBatch
 from hybridpp_plugins.estimate_sharding import find_sharding
@@ -137,6 +138,7 @@ class EstimateRuns:
         self._precision, self._device = precision, device
         self._batches = batches or BatchSource()
         self._candidate: int | None = None
+        self._plans: dict[int, Plan] = {}
         self.sharding = cache(self._find_sharding)
         self.run = cache(self._run)
         self._ready = cache(self._make_ready)
@@ -148,7 +150,12 @@ class EstimateRuns:
         if tp_size == 1:
             return None
         formats = default_formats(self._model, self._precision, self._device)
-        return find_sharding(self._model, self._parallel, tp_size, shards_sequences, self._batches.sample, formats)
+        smaller = self._plans[max(known)] if (known := [one for one in self._plans if tp_size % one == 0]) else None
+        sharding = find_sharding(
+            self._model, self._parallel, tp_size, shards_sequences, self._batches.sample, formats, smaller
+        )
+        self._plans[tp_size] = sharding.plan
+        return sharding
 
     def _sharded(
         self, tp_size: int, shards_sequences: bool, note: Note | None = None

@@ -36,6 +36,7 @@ def find_sharding(
     shards_sequences: bool,
     sample: object = None,
     formats: RunFormats | None = None,
+    smaller: Plan | None = None,
 ) -> Sharding:
     """The sharding of a model over tensor-parallel ranks.
 
@@ -49,6 +50,7 @@ def find_sharding(
         shards_sequences: whether sequences are sharded, too.
         sample: a batch; None: made from the model's configuration.
         formats: in which it will run; None: not known.
+        smaller: the plan for a divisor of ``tp_size``, if it is known.
 
     Raises:
         ConfigError: no layer can be sharded.
@@ -63,7 +65,9 @@ def find_sharding(
         if config.tensor_parallel_plan is not None:
             plan = plan_from_patterns(model, config.tensor_parallel_plan, tp_size)
         else:
-            plan = own_plan(model, tp_size, samples) or find_tp_plan(model, samples, tp_size, control, formats=formats)
+            plan = own_plan(model, tp_size, samples) or find_tp_plan(
+                model, samples, tp_size, control, formats=formats, smaller=smaller
+            )
         if not plan.spec.params:
             reasons = "; ".join(dict.fromkeys(plan.reasons.values())) or "its blocks have no such layers"
             raise ConfigError(

@@ -50,12 +50,14 @@ def find_tp_plan(
     control: Group,
     common: CommonPlans | None = None,
     formats: RunFormats | None = None,
+    smaller: Plan | None = None,
 ) -> Plan:
     """The layers of the model's blocks that can be sharded, and why others cannot.
 
     Rank 0 searches for all ranks, so that only it needs memory for a block of each kind. It runs the model on a sample,
     or traces it if it is on the meta device. It takes the plan that ``common`` has of an equal model. What ``formats``
-    says of the run, kernels must take: None, the dtypes are not known.
+    says of the run, kernels must take: None, the dtypes are not known. What could not be shared in ``smaller``, a plan
+    for a divisor of ``size``, is not tried.
 
     Collective: all ranks; two all-gathers of host memory.
 
@@ -80,11 +82,11 @@ def find_tp_plan(
             calls, more, collected = calls_of_blocks(model, blocks, samples)
         blocks = tuple(name for name in blocks if name not in transformed)
         with preserved_random_state(torch.device("cpu")):
-            found = infer_plan(model, blocks, calls, size, more, formats, collected)
+            found = infer_plan(model, blocks, calls, size, more, formats, collected, smaller)
             outside = {**_read_by_others(found, read), **_divided_for_others(found, entered)}
             if outside:
                 others = [name for name in blocks if name not in outside]
-                found = infer_plan(model, others, calls, size, more, formats, collected)
+                found = infer_plan(model, others, calls, size, more, formats, collected, smaller)
             ends = infer_embeddings_and_heads(uses)
         return found._replace(
             spec=found.spec | spec_of_styles(model, ends.styles, size),

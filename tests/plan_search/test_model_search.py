@@ -231,3 +231,34 @@ def test_equal_layers_of_a_block_are_rejected_together(monkeypatch):
         calls.clear()
     # The trial of all first candidates together is, of one group, the trial of its first.
     assert tried[1] == tried[3] - 1 > 0
+
+
+class Ranked(Gated):
+    """Sorts what it computes, so that no part of it can be computed alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).sort(-1).values * self.gate(x).sort(-1).values)
+
+
+def test_what_fewer_ranks_cannot_share_is_not_tried_for_more(monkeypatch):
+    calls = []
+    verify = block_search.verify
+    monkeypatch.setattr(block_search, "_MAX_CANDIDATES", 8)
+    monkeypatch.setattr(block_search, "verify", lambda *args: calls.append(None) or verify(*args))
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(attention=Attention(), mlp=Gated(), ranked=Ranked()))
+    samples = {"0": ((torch.randn(3, 5, WIDTH),), {})}
+    fewer = infer_plan(model, ["0"], samples, 2)
+    assert set(fewer.reasons) == {f"0.parts.ranked.{name}" for name in ("gate", "up", "down")}
+    found = infer_plan(model, ["0"], samples, 4)
+    calls.clear()
+    assert infer_plan(model, ["0"], samples, 4, smaller=fewer) == found
+    assert len(calls) == 1
+
+
+def test_what_more_ranks_cannot_share_is_found_beside_a_plan_for_fewer():
+    model = nn.Sequential(Block(attention=Attention(num_heads=6, kv_heads=6), mlp=Gated()))
+    samples = {"0": ((torch.randn(3, 5, WIDTH),), {})}
+    fewer = infer_plan(model, ["0"], samples, 2)
+    assert len(fewer.styles) == 7
+    assert infer_plan(model, ["0"], samples, 4, smaller=fewer) == infer_plan(model, ["0"], samples, 4)
