@@ -326,14 +326,17 @@ def _join(
         # NCCL's flight recorder, from which the report takes what is under way; read when groups are made.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     keep_sockets_in(_path_in(_NOTES))
+    notes = LauncherNotes(_path_in(_NOTES), process.local_rank)
+    failures = _failure_hook(process)
+    notes.launched()
     options = JoinOptions(
         backend=backend,
         seed=seed,
         timeout_s=timeout_s,
         shared_memory=shared_memory_wanted(),
         stop_signals=stop_signals,
-        notes=LauncherNotes(_path_in(_NOTES), process.local_rank),
-        failures=_failure_hook(process),
+        notes=notes,
+        failures=failures,
         limits=limits,
         launcher=_launcher(),
         # Read by every group that is made.

@@ -21,7 +21,7 @@ LAUNCHER = "HYBRIDPP_LAUNCHER"
 _LOGGER = logging.getLogger("hybridpp")
 # For the last save of ranks whose launcher was killed.
 _PATIENCE_S, _POLL_S = 240.0, 0.2
-_BEGUN, _ENDED, _MARKER = "begun", "ended", "marker"
+_BEGUN, _ENDED, _MARKER, _LAUNCHED = "begun", "ended", "marker", "launched"
 
 
 class LauncherNotes:
@@ -68,6 +68,13 @@ class LauncherNotes:
         # Until this process ends; Python closes it in processes that it starts.
         self._held[inode] = os.open(folder, os.O_RDONLY)
 
+    def launched(self) -> None:
+        """This rank has called ``launch``: from now on it says in a line why it ends."""
+        if self._folder is not None:
+            with contextlib.suppress(OSError):
+                # Torchrun starts each rank, of each attempt, in a group of processes of its own.
+                _launched(self._folder, os.getpgrp()).touch()
+
     def clear(self) -> None:
         """Remove what this rank left in an earlier attempt of the job."""
         if self._folder is not None:
@@ -102,6 +109,16 @@ def has_begun(folder: Path) -> bool:
     return any(folder.glob(f"{_BEGUN}-*"))
 
 
+def has_launched(folder: Path, group: int) -> bool:
+    """Whether a rank in this group of processes has called ``launch``."""
+    return _launched(folder, group).exists()
+
+
+def any_launched(folder: Path) -> bool:
+    """Whether a rank has called ``launch`` since the job was started, the first time."""
+    return any(folder.glob(f"{_LAUNCHED}-*"))
+
+
 def num_ended(folder: Path) -> int:
     """How many ranks left the job without an error."""
     return len(list(folder.glob(f"{_ENDED}-*")))
@@ -111,6 +128,10 @@ def markers(folder: Path) -> Sequence[str]:
     """The paths, or URLs, that exist if a checkpoint of the stopped job counts."""
     texts = (path.read_text() for path in sorted(folder.glob(f"{_MARKER}-*")))
     return list(dict.fromkeys(text for text in texts if text))
+
+
+def _launched(folder: Path, group: int) -> Path:
+    return folder / f"{_LAUNCHED}-{group}"
 
 
 def _orphans() -> Iterator[RankProcess]:

@@ -1,3 +1,4 @@
+import ctypes
 import inspect
 import json
 import logging
@@ -5,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 from forked_jobs import forked_job
 from support import ROOT
+from torch.distributed import DistStoreError
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -19,7 +22,7 @@ from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 from hybridpp.checkpoint.commit import committed_steps
 from hybridpp.cli import main, run
-from hybridpp.cli.run import allow_ended_ranks
+from hybridpp.cli.run import gentle_ends
 from hybridpp.cluster.launcher_notes import LauncherNotes
 
 SCRIPT = ROOT / "tests/scripts/recovering.py"
@@ -142,14 +145,47 @@ def test_an_endpoint_on_another_host_is_waited_for(torch_runs, monkeypatch, caps
     monkeypatch.setattr(run, "wait_for_endpoint", lambda *given: False)
     if expected is not None:
         assert torch_runs(lambda notes: None, *SEVERAL, endpoint, *conf) == (1, None)
-        assert capsys.readouterr().err.startswith(f"hybridpp run: nobody listens at the endpoint {endpoint} after ")
+        assert (
+            capsys.readouterr()
+            .err.splitlines()[-1]
+            .startswith(f"hybridpp run: nobody listens at the endpoint {endpoint} after ")
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "awaited", "text"),
+    [
+        (["--nnodes", "2"], None, "2 hosts of the job are to meet at 127.0.0.1:29500: waits for at most 900 s."),
+        (
+            ["--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", "--rdzv-conf=timeout=7"],
+            ("127.0.0.1", 29500, 7),
+            "2 hosts of the job are to meet at 127.0.0.1:29500: waits for at most 7 s.",
+        ),
+        (
+            ["--nnodes=1:4", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:7", "--rdzv-conf=join_timeout=9"],
+            None,
+            "1 to 4 hosts of the job are to meet at 127.0.0.1:7: waits for at most 9 s.",
+        ),
+        (["--nnodes", "1"], None, ""),
+    ],
+)
+def test_a_job_says_for_which_hosts_it_waits_and_how_long(torch_runs, monkeypatch, capsys, options, awaited, text):
+    seen = []
+    monkeypatch.setattr(run, "wait_for_endpoint", lambda *given: seen.append(given) is None)
+    assert torch_runs(lambda notes: None, *options)[0] == 0
+    assert seen == ([awaited] if awaited else [])
+    assert capsys.readouterr().err == (f"hybridpp run: {text}\n" if text else "")
 
 
 def test_a_signal_ends_the_wait_for_the_endpoint(torch_runs, monkeypatch, capsys):
     monkeypatch.setattr(run, "wait_for_endpoint", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     monkeypatch.setattr(run, "is_own", lambda host: False)
     assert torch_runs(lambda notes: None, *SEVERAL, "10.9.0.7:29500") == (143, None)
-    assert capsys.readouterr().err.startswith("hybridpp run: SIGTERM: the job was stopped before its first step.")
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[1]
+        .startswith("hybridpp run: SIGTERM: the job was stopped before its first step.")
+    )
 
 
 def test_torchrun_gets_the_options_and_what_restarts_need(torch_runs):
@@ -201,13 +237,35 @@ def test_names_that_torchrun_does_not_know_are_two_lines(torch_runs, capsys):
     assert second == "See hybridpp run -h."
 
 
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (
+            DistStoreError("nobody\nframe #0"),
+            "hybridpp run: the hosts of the job did not meet, or have lost each other: ",
+        ),
+        (ImportError("no etcd\nmore"), "hybridpp: torchrun takes no such option: ImportError: no etcd.\nSee "),
+    ],
+)
+def test_what_ends_torchrun_at_its_start_is_no_stack(torch_runs, capsys, error, text):
+    def function(notes):
+        raise error
+
+    torch_runs(function)
+    printed = capsys.readouterr().err
+    assert printed.startswith(text)
+    assert printed.count("\n") == text.count("\n") + 1
+
+
 def test_hosts_that_do_not_meet_are_one_line(torch_runs, capsys):
     def function(notes):
         raise RendezvousTimeoutError("nobody came")
 
     assert torch_runs(function)[0] == 1
-    expected = "hybridpp run: the hosts of the job did not meet: RendezvousTimeoutError: nobody came\n"
-    assert capsys.readouterr().err == expected
+    assert capsys.readouterr().err == (
+        "hybridpp run: the hosts of the job did not meet: RendezvousTimeoutError: nobody came. Start the job on each "
+        "of them, with the same --nnodes and endpoint.\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -249,6 +307,16 @@ def test_the_code_of_a_stopped_job_says_whether_to_start_it_again(
         (["--max-restarts", "-1"], "max_restarts must be >= 0"),
         (["--rdzv-conf", "x"], "The rendezvous configuration option 'x' must have a value specified"),
         ([*SEVERAL, "host", "--rdzv-conf", "is_host=x"], "The rendezvous configuration option 'is_host' does not "),
+        (["--standalone", "--nnodes", "2"], "--standalone starts a job on one host: got --nnodes 2."),
+        (["--local-addr", "no.such.invalid"], "--local-addr is a name or an address of this host: got no.such.invalid"),
+        (["--rdzv-endpoint", "no.such.invalid:7"], "this host is to be the endpoint no.such.invalid:7, and knows no "),
+        (
+            ["--nnodes", "2", "--master-addr", "no.such.invalid"],
+            "this host is to be the endpoint no.such.invalid:29500, ",
+        ),
+        (["--nnodes", "2", "--node-rank", "5"], "--node-rank is 0 to 1 with --nnodes 2: got 5"),
+        ([*SEVERAL, "localhost:0"], "hosts meet at a port that all know: got the endpoint localhost:0."),
+        (["--master-port", "99999"], "The port number of the rendezvous endpoint '127.0.0.1:99999' must be an"),
         (["--rdzv-endpoint", "host:abc"], "The port number of the rendezvous endpoint 'host:abc' must be"),
     ],
 )
@@ -258,7 +326,7 @@ def test_options_that_torchrun_refuses_with_a_traceback_are_two_lines(capsys, tm
     assert main(["run", *options, str(tmp_path / "script.py")]) == 2
     printed = capsys.readouterr().err
     assert printed.startswith(f"hybridpp: {text}")
-    assert printed.endswith(".\nSee hybridpp run -h.\n")
+    assert printed.endswith("See hybridpp run -h.\n")
     assert printed.count("\n") == 2
 
 
@@ -400,14 +468,69 @@ def test_a_job_is_restarted_stopped_and_leaves_nothing(tmp_path):
             os.kill(int(file.read_text()), 0)
 
 
+def test_ctrl_c_while_ranks_import_is_one_line(tmp_path):
+    script = tmp_path / "slow.py"
+    script.write_text("import pathlib, os, time\npathlib.Path(f'{__file__}-{os.getpid()}').touch()\ntime.sleep(60)\n")
+    command = [sys.executable, "-m", "hybridpp", "run", "--nproc-per-node", "2", str(script)]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True) as job:
+        try:
+            until = time.monotonic() + 100
+            while len(list(tmp_path.glob("slow.py-*"))) < 2:
+                assert job.poll() is None, job.communicate()
+                assert time.monotonic() < until
+                time.sleep(0.05)
+            job.send_signal(signal.SIGINT)
+            _, printed = job.communicate(timeout=60)
+        finally:
+            job.kill()
+    line = "hybridpp run: SIGINT: the job was stopped before its first step. Start it again.\n"
+    assert (job.returncode, printed) == (130, line)
+
+
+def test_signals_end_a_wait_in_native_code(tmp_path, monkeypatch):
+    """No handler of Python is called there."""
+    monkeypatch.setattr(run, "_GRACE_S", 0.1)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+
+    def wait(_):
+        signal.signal(signal.SIGTERM, run._raise_signal)
+        with run._signals_end_native_waits(folder):
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+            lock(mutex)
+            lock(mutex)  # never returns, after a signal neither
+
+    with forked_job(wait) as job:
+        code, printed = job.end(60), job.stderr
+    line = "hybridpp run: SIGTERM: the job was stopped before its first step. Start it again.\n"
+    assert (code, printed, folder.exists()) == (143, line, False)
+
+
 def test_ranks_that_have_ended_are_no_reason_to_leave_others(tmp_path):
-    allow_ended_ranks()
-    allow_ended_ranks()
+    close = SubprocessHandler.close
+    with gentle_ends(tmp_path):
+        ended = started("true")
+        ended.proc.wait()
+        ended.close(signal.SIGTERM)  # its group of processes is gone
+        running = started("sleep", "60")
+        running.close(signal.SIGTERM)
+        assert running.proc.wait(timeout=30) == -signal.SIGTERM
+    assert SubprocessHandler.close is close
+
+
+@pytest.mark.parametrize(("has_launched", "expected"), [(False, signal.SIGTERM), (True, signal.SIGINT)])
+def test_ctrl_c_is_told_to_ranks_that_have_launched(tmp_path, has_launched, expected):
+    """The others, in their imports, would print a stack."""
+    with gentle_ends(tmp_path):
+        rank = started("sleep", "60")
+        if has_launched:
+            (tmp_path / f"launched-{rank.proc.pid}").touch()
+        rank.close(signal.SIGINT)
+        assert rank.proc.wait(timeout=30) == -expected
+
+
+def started(*command):
     takes_more = "numa_options" in inspect.signature(SubprocessHandler).parameters
     given = {"env": {}, "stdout": None, "stderr": None, **({"numa_options": None} if takes_more else {})}
-    ended = SubprocessHandler(sys.executable, ("-c", "pass"), local_rank_id=0, **given)
-    ended.proc.wait()
-    ended.close(signal.SIGTERM)  # its group of processes is gone
-    running = SubprocessHandler(sys.executable, ("-c", "import time; time.sleep(60)"), local_rank_id=1, **given)
-    running.close(signal.SIGTERM)
-    assert running.proc.wait(timeout=30) == -signal.SIGTERM
+    return SubprocessHandler(command[0], command[1:], local_rank_id=0, **given)
