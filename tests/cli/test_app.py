@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
+from inspect import getdoc
 from typing import get_args, get_type_hints
 
 import pytest
@@ -150,7 +151,8 @@ def test_help_fits_a_screen_and_ends_with_examples_that_parse(path, capsys, monk
     monkeypatch.setattr("hybridpp.cli.command.Command.call", lambda self, arguments: None)
     assert main([*path, "--help"]) == 0
     text = capsys.readouterr().out
-    assert len(text.splitlines()) <= 40
+    assert len(text.splitlines()) <= 60
+    assert all(len(line) <= 80 and line[-1:] != "-" for line in text.partition("Examples:")[0].splitlines())
     examples = [line.strip() for line in text.partition("Examples:\n")[2].splitlines()]
     assert examples == list(BY_PATH[tuple(path)].examples)
     for example in examples:
@@ -160,10 +162,28 @@ def test_help_fits_a_screen_and_ends_with_examples_that_parse(path, capsys, monk
         assert main(arguments) == 0
 
 
+def texts_of_help():
+    for path, command in BY_PATH.items():
+        name = " ".join(path)
+        yield name, getdoc(command.arguments).splitlines()[0]
+        for option, hint in get_type_hints(command.arguments, include_extras=True).items():
+            yield f"{name} {option}", hint.__metadata__[0].help
+    yield from ((entry.name, entry.help) for entry in COMMANDS if isinstance(entry, CommandGroup))
+
+
+def test_texts_of_help_are_sentences():
+    texts = list(texts_of_help())
+    assert len(texts) > 100
+    fragments = [
+        (where, text) for where, text in texts if not re.fullmatch(r"(?!Of )[A-Z]\S*( \S+){2,}\.", text, re.DOTALL)
+    ]
+    assert not fragments
+
+
 def test_help_names_the_devices_and_optimizers_that_there_are(capsys):
     assert main(["estimate", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert f"{', '.join(DEVICES)}; or a profile's file" in text
+    assert f"{', '.join(DEVICES)}, or a profile's file" in text
     assert set(OPTIMIZERS) == set(get_args(get_type_hints(ModelOptions)["optimizer"]))
 
 

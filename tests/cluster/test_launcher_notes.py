@@ -8,7 +8,7 @@ import time
 import pytest
 
 from hybridpp.cluster import launcher_notes
-from hybridpp.cluster.launcher_notes import LauncherNotes, has_begun, markers, num_ended
+from hybridpp.cluster.launcher_notes import LauncherNotes, any_launched, has_begun, has_launched, markers, num_ended
 from hybridpp.cluster.rank_process import RankProcess
 from hybridpp.errors import CheckpointError
 
@@ -24,6 +24,15 @@ def test_the_launcher_reads_what_ranks_leave(tmp_path):
     assert (num_ended(tmp_path), markers(tmp_path)) == (2, ["/run/interrupted.json"])
     first.clear(), second.clear()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_is_known_to_have_launched_by_its_group_of_processes(tmp_path):
+    assert not any_launched(tmp_path)
+    LauncherNotes(tmp_path, 3).launched()
+    LauncherNotes().launched()
+    assert any_launched(tmp_path)
+    assert has_launched(tmp_path, os.getpgrp())
+    assert not has_launched(tmp_path, os.getpgrp() + 1)
 
 
 def test_without_a_launcher_or_after_its_end_there_are_no_notes(tmp_path):

@@ -6,13 +6,14 @@ from typing import Annotated, Literal
 from hybridpp.cli.argtypes import argument, count, index, option
 from hybridpp.cli.command import Command, CommandGroup
 
-_RUN = "Folder or URL that booster.save was given."
-_OUT = "What is written; nothing is overwritten."
+_RUN = "The folder or URL that booster.save was given."
+_OUT = "The folder or file to write; nothing is overwritten."
+_STEP = "The step of the checkpoint (default: the newest one)."
 
 
 @dataclass(frozen=True, kw_only=True)
 class ListArguments:
-    """What a folder of checkpoints holds."""
+    """List the checkpoints in a folder."""
 
     path: Annotated[str, argument(_RUN)]
 
@@ -22,16 +23,16 @@ class VerifyArguments:
     """Read every file, and compare it with its digest."""
 
     path: Annotated[str, argument(_RUN)]
-    step: Annotated[int | None, index("Only this one (default: every step).")] = None
+    step: Annotated[int | None, index("The step to verify (default: every step).")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShowArguments:
-    """What a checkpoint holds."""
+    """Show what a checkpoint holds."""
 
     path: Annotated[str, argument(_RUN)]
-    step: Annotated[int | None, index("Of the checkpoint (default: the newest).")] = None
-    tensors: Annotated[bool, option("List every tensor.", name="--tensors")] = False
+    step: Annotated[int | None, index(_STEP)] = None
+    tensors: Annotated[bool, option("Also list every tensor.", name="--tensors")] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,16 +43,18 @@ class ExportArguments:
     out: Annotated[str, argument(_OUT)]
     to: Annotated[
         Literal["hf", "dcp", "torch"],
-        option("The format: for from_pretrained, torch.distributed.checkpoint or torch.load."),
+        option("The library that reads it: transformers, torch.distributed.checkpoint or torch.load."),
     ]
-    step: Annotated[int | None, index("Of the checkpoint (default: the newest).")] = None
-    model: Annotated[int | None, index("Number of the model, if the run had several; the first one is 0.")] = None
+    step: Annotated[int | None, index(_STEP)] = None
+    model: Annotated[int | None, index("The number of the model in a run of several; the first one is 0.")] = None
     dtype: Annotated[
         Literal["as-before", "float32", "bfloat16", "float16", "float64"],
-        option("Of weights; as-before: what they had before boost."),
+        option("The precision of the weights; as-before is that before boost."),
     ] = "as-before"
-    config: Annotated[str | None, option("hf: folder with a config.json to use instead of the run's.", "FOLDER")] = None
-    size_per_shard: Annotated[int, count("hf: most of a file, in MB.")] = 1024
+    config: Annotated[str | None, option("A folder whose config.json replaces the run's, for --to hf.", "FOLDER")] = (
+        None
+    )
+    size_per_shard: Annotated[int, count("The most that a file holds, in MB, for --to hf.")] = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +63,12 @@ class ImportArguments:
 
     path: Annotated[
         str,
-        argument("Folder of transformers or of torch.distributed.checkpoint, or file of torch.save or of safetensors."),
+        argument(
+            "The folder of transformers or torch.distributed.checkpoint, or the file of torch.save or safetensors."
+        ),
     ]
     out: Annotated[str, argument(_OUT)]
-    step: Annotated[int, index("Of the checkpoint.")] = 0
+    step: Annotated[int, index("The step that the new checkpoint gets.")] = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +77,9 @@ class ReshardArguments:
 
     path: Annotated[str, argument(_RUN)]
     out: Annotated[str, argument(_OUT)]
-    step: Annotated[int | None, index("Of the checkpoint (default: the newest).")] = None
-    ranks: Annotated[int, count("Number of ranks, of which each has files of its own.")] = 1
-    file_size: Annotated[str, option("The most that a file holds.", "SIZE")] = "1GiB"
+    step: Annotated[int | None, index(_STEP)] = None
+    ranks: Annotated[int, count("The number of ranks that the files are made for.")] = 1
+    file_size: Annotated[str, option("The most that a file holds, with its unit.", "SIZE")] = "1GiB"
 
 
 _LOOK, _CONVERT = "hybridpp.cli.checkpoint", "hybridpp.cli.checkpoint_formats"

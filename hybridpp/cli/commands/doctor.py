@@ -15,10 +15,10 @@ class DoctorArguments:
     or mpirun also how fast messages between all ranks are. The exit code is 1 if a problem is an error.
     """
 
-    ranks: Annotated[int, count("Start so many on this host, and measure between them.")] = 1
-    address: Annotated[str | None, option("Where ranks of srun or mpirun meet.", "HOST:PORT")] = None
-    json: Annotated[bool, option("Print all of it as JSON.", name="--json")] = False
-    answer_to: Annotated[str | None, option("Set by --ranks.", "FILE", hidden=True)] = None
+    ranks: Annotated[int, count("Start this number of ranks here, and measure between them.")] = 1
+    address: Annotated[str | None, option("The address where ranks of srun or mpirun meet.", "HOST:PORT")] = None
+    json: Annotated[bool, option("Print the report as JSON.", name="--json")] = False
+    answer_to: Annotated[str | None, option("The file for the answer, which --ranks sets.", "FILE", hidden=True)] = None
 
 
 DOCTOR = Command(

@@ -12,21 +12,25 @@ from hybridpp.cli.commands.model_options import ModelOptions
 class PlanArguments(ModelOptions):
     """Search for the fastest layouts that fit in memory."""
 
-    devices: Annotated[int, count("Ranks of the job.")]
-    global_batch: Annotated[int, count("Samples of a step.")]
-    memory: Annotated[str | None, option("A rank's (default: 9/10 of the device's).", "SIZE")] = None
-    schedules: Annotated[str | None, option("Of pipelines, to try.", "NAME,...")] = None
-    tp_sizes: Annotated[str | None, option("To try (default: powers of 2 in a host).", "N,...")] = None
-    pp_sizes: Annotated[str | None, option("To try (default: all that divide).", "N,...")] = None
-    microbatch_sizes: Annotated[str | None, option("To try (default: 1,2,4,8,16).", "N,...")] = None
-    zero_stages: Annotated[str, option("To try.", "N,...")] = "0,1,2,3"
-    no_recompute: Annotated[bool, option("Do not try to recompute blocks.", name="--no-recompute")] = False
+    devices: Annotated[int, count("The number of ranks of the job.")]
+    global_batch: Annotated[int, count("The number of samples in a step.")]
+    memory: Annotated[str | None, option("The memory of a rank (default: 9/10 of the device's).", "SIZE")] = None
+    schedules: Annotated[str | None, option("The pipeline schedules to try (default: all).", "NAME,...")] = None
+    tp_sizes: Annotated[
+        str | None, option("The values of tp_size to try (default: powers of 2 in a host).", "N,...")
+    ] = None
+    pp_sizes: Annotated[str | None, option("The values of pp_size to try (default: all that divide).", "N,...")] = None
+    microbatch_sizes: Annotated[str | None, option("The micro-batch sizes to try (default: 1,2,4,8,16).", "N,...")] = (
+        None
+    )
+    zero_stages: Annotated[str, option("The ZeRO stages to try.", "N,...")] = "0,1,2,3"
+    no_recompute: Annotated[bool, option("Try no layouts that recompute blocks.", name="--no-recompute")] = False
     enable_sequence_parallelism: Annotated[
-        bool, option("Shard sequences over tp ranks.", name="--enable-sequence-parallelism")
+        bool, option("Also shard sequences over the tp ranks.", name="--enable-sequence-parallelism")
     ] = False
-    search_schedule: Annotated[str | None, option("Also search for one; write it.", "FILE")] = None
-    top: Annotated[int, count("How many to print.")] = 10
-    json: Annotated[bool, option("Print JSON: bytes and milliseconds.", name="--json")] = False
+    search_schedule: Annotated[str | None, option("Also search for a schedule, and write it.", "FILE")] = None
+    top: Annotated[int, count("The number of layouts to print.")] = 10
+    json: Annotated[bool, option("Print JSON, in bytes and milliseconds.", name="--json")] = False
 
 
 PLAN = Command(

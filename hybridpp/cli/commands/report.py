@@ -15,10 +15,10 @@ class ReportArguments:
     writes them.
     """
 
-    run: Annotated[str, argument("Folder or file that recording.save wrote.", "RUN")]
-    output: Annotated[str | None, option("To write (default: report.html beside it).", "FILE")] = None
-    estimate: Annotated[str | None, option("Compare with estimate --json's output.", "FILE")] = None
-    trace: Annotated[str | None, option("Also a trace for ui.perfetto.dev.", "FILE")] = None
+    run: Annotated[str, argument("The folder or file that recording.save wrote.", "RUN")]
+    output: Annotated[str | None, option("The page to write (default: report.html beside RUN).", "FILE")] = None
+    estimate: Annotated[str | None, option("Compare with this output of estimate --json.", "FILE")] = None
+    trace: Annotated[str | None, option("Also write a trace for ui.perfetto.dev.", "FILE")] = None
 
 
 REPORT = Command(

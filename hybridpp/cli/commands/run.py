@@ -11,10 +11,10 @@ from hybridpp.cli.command import Command
 class RunArguments:
     """Start a script on several ranks: torchrun that can be stopped.
 
-    With settings that let a job be stopped and started again. All options are torchrun's: `hybridpp run -h` lists them.
+    Its settings let a job be stopped and started again. All options are torchrun's: `hybridpp run -h` lists them.
     """
 
-    arguments: Annotated[list[str], argument("torchrun's options, the script, and its arguments.", "SCRIPT")]
+    arguments: Annotated[list[str], argument("The options of torchrun, the script, and its arguments.", "SCRIPT")]
 
 
 RUN = Command(

@@ -17,11 +17,12 @@ class ScheduleArguments(Sizes):
     """
 
     words: Annotated[
-        list[str] | None, argument(f"One of {', '.join(SCHEDULES)}; or a file.", "NAME | FILE | check FILE")
+        list[str] | None,
+        argument(f"The schedule: one of {', '.join(SCHEDULES)}, or a file.", "NAME | FILE | check FILE"),
     ] = None
-    compare: Annotated[bool, option("A table of all schedules at these sizes.", name="--compare")] = False
-    draw: Annotated[str | None, option("Draw it, into a .svg, .png or .pdf file.", "FILE")] = None
-    save: Annotated[str | None, option("Write it to a .csv or .json file.", "FILE")] = None
+    compare: Annotated[bool, option("Print a table of all schedules at these sizes.", name="--compare")] = False
+    draw: Annotated[str | None, option("Draw the schedule into a .svg, .png or .pdf file.", "FILE")] = None
+    save: Annotated[str | None, option("Write the schedule to a .csv or .json file.", "FILE")] = None
 
 
 SCHEDULE = Command(

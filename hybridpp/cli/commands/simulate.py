@@ -21,25 +21,27 @@ class SimulateArguments(Sizes):
     """
 
     schedule: Annotated[
-        str | None, argument(f"One of {', '.join(SCHEDULES)}; or a .csv or .json file.", "SCHEDULE")
+        str | None, argument(f"The schedule: one of {', '.join(SCHEDULES)}, or a .csv or .json file.", "SCHEDULE")
     ] = None
-    search: Annotated[bool, option("Search for the fastest that fits, instead.", name="--search")] = False
-    memory: Annotated[str | None, option("Of a rank's micro-batches, in a search.", "SIZE[,SIZE...]")] = None
-    save: Annotated[str | None, option("Write what was found: .csv or .json.", "FILE")] = None
-    forward_ms: Annotated[str | None, _cost("A stage's forward (default: 1).")] = None
-    input_gradient_ms: Annotated[str | None, _cost("I, half of a backward (default: 1).")] = None
-    weight_gradient_ms: Annotated[str | None, _cost("W, the second half (default: 1).")] = None
-    backward_ms: Annotated[str | None, _cost("An unsplit backward (default: I + W).")] = None
-    send_ms: Annotated[str | None, _cost("A message between ranks (default: 0).")] = None
-    post_ms: Annotated[str | None, _cost("A rank's own, for one (default: 0).")] = None
-    reduce_ms: Annotated[str | None, _cost("Reducing a stage's gradients (default: 0).")] = None
-    activation_bytes: Annotated[str | None, _cost("Held from forward to backward.")] = None
-    weight_gradient_bytes: Annotated[str | None, _cost("Held from I to W.")] = None
-    costs: Annotated[str | None, option("Take these from a JSON file.", "FILE")] = None
-    measured: Annotated[str | None, option("Times of a timeline or recording (JSON).", "FILE")] = None
-    steps: Annotated[int, count("Steps in a row.")] = 1
-    barrier: Annotated[bool, option("Ranks wait between steps (fp16, clipping).", name="--barrier")] = False
-    draw: Annotated[str | None, option("Draw it: .svg, .png or .pdf.", "FILE")] = None
+    search: Annotated[bool, option("Search for the fastest schedule that fits, instead.", name="--search")] = False
+    memory: Annotated[str | None, option("The memory for a rank's micro-batches, in a search.", "SIZE[,SIZE...]")] = (
+        None
+    )
+    save: Annotated[str | None, option("Write the schedule found to a .csv or .json file.", "FILE")] = None
+    forward_ms: Annotated[str | None, _cost("The time of a stage's forward pass (default: 1).")] = None
+    input_gradient_ms: Annotated[str | None, _cost("The time of I, a backward's first half (default: 1).")] = None
+    weight_gradient_ms: Annotated[str | None, _cost("The time of W, a backward's second half (default: 1).")] = None
+    backward_ms: Annotated[str | None, _cost("The time of an unsplit backward (default: I + W).")] = None
+    send_ms: Annotated[str | None, _cost("The time of a message between ranks (default: 0).")] = None
+    post_ms: Annotated[str | None, _cost("The time that a rank spends on a message (default: 0).")] = None
+    reduce_ms: Annotated[str | None, _cost("The time to reduce a stage's gradients (default: 0).")] = None
+    activation_bytes: Annotated[str | None, _cost("The bytes held from forward to backward.")] = None
+    weight_gradient_bytes: Annotated[str | None, _cost("The bytes held from I to W.")] = None
+    costs: Annotated[str | None, option("Take times and bytes from a JSON file.", "FILE")] = None
+    measured: Annotated[str | None, option("Take times from a timeline or recording (JSON).", "FILE")] = None
+    steps: Annotated[int, count("The number of steps to simulate in a row.")] = 1
+    barrier: Annotated[bool, option("Let ranks wait between steps (fp16, clipping).", name="--barrier")] = False
+    draw: Annotated[str | None, option("Draw the step into a .svg, .png or .pdf file.", "FILE")] = None
     trace: Annotated[str | None, option("Write a trace for ui.perfetto.dev.", "FILE")] = None
 
 

@@ -10,6 +10,6 @@ from hybridpp.cli.argtypes import count
 class Sizes:
     """Sizes of a named schedule; a schedule's file has its own."""
 
-    stages: Annotated[int | None, count("Ranks of the pipeline (pp_size).")] = None
-    microbatches: Annotated[int | None, count("Micro-batches per batch.")] = None
-    chunks: Annotated[int | None, count("Stages per rank, where there is a choice.")] = None
+    stages: Annotated[int | None, count("The number of ranks in the pipeline (pp_size).")] = None
+    microbatches: Annotated[int | None, count("The number of micro-batches in a batch.")] = None
+    chunks: Annotated[int | None, count("The stages on each rank, where there is a choice.")] = None
