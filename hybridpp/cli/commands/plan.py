@@ -15,7 +15,10 @@ class PlanArguments(ModelOptions):
     devices: Annotated[int, count("The number of ranks of the job.")]
     global_batch: Annotated[int, count("The number of samples in a step.")]
     memory: Annotated[str | None, option("The memory of a rank (default: 9/10 of the device's).", "SIZE")] = None
-    schedules: Annotated[str | None, option("The pipeline schedules to try (default: all).", "NAME,...")] = None
+    schedules: Annotated[
+        str | None,
+        option("The pipeline schedules to try (default: 1f1b, interleaved, zb-h1, zb-v, v-half, v-min).", "NAME,..."),
+    ] = None
     tp_sizes: Annotated[
         str | None, option("The values of tp_size to try (default: powers of 2 in a host).", "N,...")
     ] = None
