@@ -137,8 +137,11 @@ def _check_others(parsed: Namespace) -> None:
         parse_rendezvous_endpoint(_endpoint(parsed), default_port=0)
     except (ValueError, AssertionError) as error:
         _refuse(str(error).rstrip("."))
-    if parsed.monitor_interval <= 0:
-        _refuse(f"--monitor-interval must be above 0 seconds: got {parsed.monitor_interval:g}")
+    if not 0 < parsed.monitor_interval <= threading.TIMEOUT_MAX:
+        _refuse(f"--monitor-interval must be above 0 seconds, and finite: got {parsed.monitor_interval:g}")
+    for name in getattr(parsed, "signals_to_handle", "").split(","):
+        if name and (name in ("SIGKILL", "SIGSTOP") or name not in signal.Signals.__members__):
+            _refuse(f"--signals-to-handle are names of signals that a process can catch: got {name}")
 
 
 def _check_meeting(parsed: Namespace) -> None:
@@ -157,6 +160,8 @@ def _check_meeting(parsed: Namespace) -> None:
         _refuse(f"hosts meet at a port that all know: got the endpoint {endpoint}. Use one from 1 to 65535")
     if (most == 1 or (is_static and parsed.node_rank == 0)) and not addresses_of(host):
         _refuse(f"this host is to be the endpoint {endpoint}, and knows no address of {host}. Correct the name")
+    if most == 1 and is_static and not is_own(host):
+        _refuse(f"a job of one host meets at an address of this host: got {endpoint}. Correct it, or leave it out")
 
 
 class _Awaited(NamedTuple):
@@ -212,9 +217,12 @@ def _patience_s(parsed: Namespace) -> int:
     """How long torchrun waits for the other hosts."""
     name, default_s = ("timeout", 900) if parsed.rdzv_backend == "static" else ("join_timeout", _MEETING_S)
     try:
-        return _chosen(parsed).get_as_int(name) or default_s
+        patience_s = _chosen(parsed).get_as_int(name, default_s)
     except ValueError as error:
         _refuse(str(error).rstrip("."))
+    if patience_s is None or patience_s <= 0:
+        _refuse(f"--rdzv-conf {name} must be above 0 seconds: got {patience_s}")
+    return patience_s
 
 
 def _add_conf(parsed: Namespace, text: str) -> None:
@@ -241,9 +249,9 @@ def _check_script(parsed: Namespace) -> None:
 
 
 def _run(parsed: Namespace, notes: Path, awaited: _Awaited | None) -> int:
+    if awaited is not None or _hosts(parsed)[1] > 1:
+        _say_waits(parsed, awaited)
     try:
-        if awaited is not None or _hosts(parsed)[1] > 1:
-            _say_waits(parsed, awaited)
         if awaited is not None and not wait_for_endpoint(*awaited):
             _say(
                 f"nobody listens at the endpoint {_endpoint(parsed)} after {awaited.patience_s:g} s. Start the job "
