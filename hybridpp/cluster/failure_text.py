@@ -53,8 +53,8 @@ def failure_text(error: BaseException, rank: int, size: int, *, full: bool = Fal
 
 def _interrupted(found: traceback.TracebackException, rank: int, size: int) -> str:
     """Ctrl-C in a line: where the script was."""
-    places = [frame for frame in found.stack if _owner(frame) is CodeOwner.USER]
-    where = f", at {places[-1].filename}:{places[-1].lineno} in {places[-1].name}" if places else ""
+    own = [frame for frame in found.stack if _owner(frame) is CodeOwner.USER]
+    where = f", at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
     what = f"rank {rank} of {size} was interrupted" if size > 1 else "interrupted"
     return f"hybridpp: {what} (Ctrl-C){where}\n"
 

@@ -106,7 +106,7 @@ def test_scripted_modules_train_on_replicas_and_are_refused_where_apart(layout):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-def test_a_model_that_is_scripted_itself_is_refused_and_trains_inside_another():
+def test_a_scripted_model_is_refused_and_trains_inside_another():
     x = torch.ones(2, 4)
     with pytest.raises(ConfigError, match=r"whose forward cannot be replaced\. Boost nn\.Sequential\(model\)"):
         boosted(torch.jit.trace(nn.Linear(4, 4), x), sgd, x)
