@@ -159,10 +159,6 @@ class TrainingState:
         if takes_schedule and (self._scheduler is None) != (stored["lr_scheduler"] is None):
             one, other = ("has", "was saved without") if self._scheduler is not None else ("lacks", "was saved with")
             raise CheckpointError(f"the run {one} an LR scheduler, and the checkpoint {other} one. Pass it to boost")
-        schedule = None
-        if takes_schedule and self._scheduler is not None:
-            schedule = decode(stored["lr_scheduler"])
-            check_schedule(self._scheduler, schedule)
         takes_data = "dataloader" in self._resumed
         position = None if stored["data"] is None or not takes_data else DataPosition(*stored["data"])
         if not takes_data:
@@ -192,6 +188,10 @@ class TrainingState:
             if saved is not None:
                 state, more = self._optimizer.plan(saved, manifest.tensors, all_names)
                 holdings += more
+        schedule = None
+        if takes_schedule and self._scheduler is not None:
+            schedule = decode(stored["lr_scheduler"])
+            check_schedule(self._scheduler, schedule)
         extra_state = self._checked_extra_state(stored) if "model" in self._resumed else {}
         return PlannedState(plan_reads(manifest.tensors, holdings), state, position, schedule, extra_state)
 
