@@ -23,6 +23,7 @@ NOT_TORCHS = {
     "_fields",
     "_getframe",
     "_replace",
+    "_shutdown",
     "_can_set_experts_implementation",
     "_init_weights",
     "_is_stateful",
