@@ -34,7 +34,8 @@ def refusing(function):
 
     def checked(*args, **options):
         for tensor in (part for arg in args for part in (arg if isinstance(arg, list) else [arg])):
-            assert not isinstance(tensor, torch.Tensor) or tensor.dtype in CARRIED_DTYPES, f"Unsupported data type {tensor.dtype} for NCCL process group"
+            is_carried = not isinstance(tensor, torch.Tensor) or tensor.dtype in CARRIED_DTYPES
+            assert is_carried, f"Unsupported data type {tensor.dtype} for NCCL process group"
         return function(*args, **options)
 
     return checked
