@@ -223,7 +223,8 @@ class EstimateRuns:
         with ready.hollow, preserved_random_state(_CPU), attention:
             rank.splits = kind.splits
             rank.buckets.zero()
-            if settled or self._candidate is None:
+            # The first micro-batch frees some memory at other events, so runs would not be scaled from it.
+            if settled or self._candidate is None or not ready.has_run:
                 batch = self._on_a_batch(ready.model, kind.microbatch_size, rank.tried)
             else:
                 rank.buckets.begin()
@@ -247,6 +248,7 @@ class EstimateRuns:
             end=log.event,
             recomputed=kind.recomputed,
         )
+        ready.has_run = True
         # Outputs that are gathered late hold the graph, and so the rank.
         recorder.clear()
         return run
@@ -373,6 +375,7 @@ class _ReadyRank:
         rank: it; set by :meth:`start`, in the context.
         passes: of the latest recorded run, the events at which B, and I and W, had run.
         ends: the same, when what they left had been added.
+        has_run: whether a run was recorded.
     """
 
     rank: SoloRank
@@ -389,6 +392,7 @@ class _ReadyRank:
         )
         self.passes: list[int] = []
         self.ends: list[int] = []
+        self.has_run = False
 
     def start(self, rank: SoloRank) -> None:
         """Let this rank run."""

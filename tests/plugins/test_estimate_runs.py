@@ -11,10 +11,12 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from hybridpp import HybridParallelPlugin
 from hybridpp.config import Precision
 from hybridpp.estimate import (
+    BASES,
     DEVICES,
     NotPeriodicError,
     repeated_blocks,
     roofline,
+    scaled_run,
     stage_memory,
     with_repeated_blocks,
 )
@@ -104,3 +106,12 @@ def test_blocks_that_only_seem_equal_are_run():
     extra = next(op for op in run.ops if op.event > begin + 1)
     with pytest.raises(NotPeriodicError):
         with_repeated_blocks(replace(run, ops=(*run.ops, extra)), left_out)
+
+
+def test_runs_are_scaled_from_the_first_ones_of_a_rank():
+    """The very first micro-batch frees some memory at other events than all others."""
+    _, runs = runs_of(llama)
+    units = runs.traced(2, False, 1, 2).found.units
+    runs.run(RunKind(1, False, 2), units, False)  # finds which batch the model takes
+    few, more = (runs.run(RunKind(2, False, size), units, False) for size in BASES)
+    assert scaled_run(few, more, 16) is not None
