@@ -74,6 +74,8 @@ def _in_files(files: Iterable[Path]) -> dict[str, TensorLocation]:
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
     """Open a safetensors file; read errors become :class:`~hybridpp.errors.CheckpointError`."""
+    if file.exists() and not file.is_file():  # to open a named pipe would wait for ever, in native code
+        raise CheckpointError(f"{file} is no regular file. Copy it again, or save the model again.")
     try:
         with safe_open(file, framework="pt") as handle:
             yield handle

@@ -92,7 +92,8 @@ def _check_inside(name: object, folder: Path) -> None:
 
     The file itself may be a link, as in the cache of Hugging Face's hub.
     """
-    if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
+    is_text = isinstance(name, str) and not any("\ud800" <= letter <= "\udfff" for letter in name)
+    if not isinstance(name, str) or not is_text or not name or "\0" in name or "\\" in name:
         raise ValueError(f"{name!r:.120} is no name of a file")
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:

@@ -317,6 +317,7 @@ def test_a_snapshot_of_links_is_read_and_a_save_replaces_its_links_only(tmp_path
         ('{"weight_map": []}', "weight_map is [], and must be an object"),
         ("[" * 100_000, "it is nested too deep"),
         ('{"weight_map": {"a": "../x.safetensors"}}', "'../x.safetensors' is not inside the folder"),
+        (r'{"weight_map": {"a": "\ud800.safetensors"}}', "is no name of a file"),
     ],
 )
 def test_an_index_is_checked_as_a_whole(tmp_path, content, text):
@@ -332,3 +333,9 @@ def test_a_configuration_of_more_layers_than_any_model_has_is_refused(tmp_path):
     text = "num_hidden_layers = 2147483648, and no model has more than 2000 layers. Restore it from a copy."
     with pytest.raises(CheckpointError, match=re.escape(text)):
         open_folder(vit(), tmp_path, strict=True)
+
+
+def test_a_named_pipe_is_no_file_of_weights(tmp_path):
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is no regular file\. Copy it again"):
+        open_folder(nn.Linear(2, 2), tmp_path, strict=True)
