@@ -31,8 +31,6 @@ def compile_blocks(adapter: ModuleAdapter, keywords: Mapping[str, Any], device: 
         ConfigError: inductor's C++ compiler would not find torch.
         PartitionError: the model has no such block.
     """
-    if device.type == "cpu" and keywords.get("backend", "inductor") == "inductor":
-        _check_folders(str(Path(torch.__file__).parent), sysconfig.get_path("include"))
     model = adapter.model
     done = compiled_parts(model)
     blocks = [module for name in finest_units(model) if _is_block(model, name, module := model.get_submodule(name))]
@@ -42,6 +40,8 @@ def compile_blocks(adapter: ModuleAdapter, keywords: Mapping[str, Any], device: 
             "single layer or a Sequential again. Leave compile_blocks out, and call module.compile() before boost on "
             "what shall be compiled."
         )
+    if device.type == "cpu" and keywords.get("backend", "inductor") == "inductor":
+        _check_folders(str(Path(torch.__file__).parent), sysconfig.get_path("include"))
     compiled, inside = CompiledForward(keywords), set[nn.Module]()
     for module in blocks:
         if done.isdisjoint(module.modules()):
