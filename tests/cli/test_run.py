@@ -527,12 +527,17 @@ def test_ranks_that_have_ended_are_no_reason_to_leave_others(tmp_path):
 @pytest.mark.parametrize(("has_launched", "expected"), [(False, signal.SIGTERM), (True, signal.SIGINT)])
 def test_ctrl_c_is_told_to_ranks_that_have_launched(tmp_path, has_launched, expected):
     """The others, in their imports, would print a stack."""
-    with gentle_ends(tmp_path):
-        rank = started("sleep", "60")
-        if has_launched:
-            (tmp_path / f"launched-{rank.proc.pid}").touch()
-        rank.close(signal.SIGINT)
-        assert rank.proc.wait(timeout=30) == -expected
+    # Where these tests run in the background of a shell, processes that they start ignore the signal.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with gentle_ends(tmp_path):
+            rank = started("sleep", "60")
+            if has_launched:
+                (tmp_path / f"launched-{rank.proc.pid}").touch()
+            rank.close(signal.SIGINT)
+            assert rank.proc.wait(timeout=30) == -expected
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def started(*command):
