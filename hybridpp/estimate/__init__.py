@@ -14,10 +14,10 @@ from hybridpp.estimate.layout_estimate import (
     ScheduleCosts,
 )
 from hybridpp.estimate.measure_device import clock_of, measure_device, measure_links
-from hybridpp.estimate.model_run import ModelRun
-from hybridpp.estimate.op_log import Op, OpLog
+from hybridpp.estimate.model_run import Memory, ModelRun
+from hybridpp.estimate.op_log import Op, OpLog, Ops
 from hybridpp.estimate.rank_memory import RankState, StepPeak, step_peak
-from hybridpp.estimate.repeated_blocks import NotPeriodicError, repeated_blocks, with_repeated_blocks
+from hybridpp.estimate.repeated_blocks import NotPeriodicError, Repeated, repeated_blocks, with_repeated_blocks
 from hybridpp.estimate.roofline import roofline, with_sums
 from hybridpp.estimate.scaled_run import BASES, scaled_run
 from hybridpp.estimate.search import SearchResult, SearchSpace, search
@@ -31,7 +31,7 @@ from hybridpp.estimate.step_time import (
     step_time,
     update_ms,
 )
-from hybridpp.estimate.unit_marks import UnitMarks, UnitRecorder
+from hybridpp.estimate.unit_marks import CannotLeaveOutError, UnitMarks, UnitRecorder
 from hybridpp.estimate.unit_times import UnitTimes, median_times
 from hybridpp.estimate.values import parts_of, peak_of, values_of
 from hybridpp.nn.hollow import Hollow
@@ -41,6 +41,7 @@ __all__ = [
     "DEVICES",
     "Allocation",
     "AllocationLog",
+    "CannotLeaveOutError",
     "CudaAttention",
     "DeviceProfile",
     "EstimateInput",
@@ -51,12 +52,15 @@ __all__ = [
     "JobSizes",
     "LayoutEstimate",
     "LayoutEstimator",
+    "Memory",
     "ModelRun",
     "NotPeriodicError",
     "Op",
     "OpLog",
+    "Ops",
     "RankEstimate",
     "RankState",
+    "Repeated",
     "ScheduleCosts",
     "SearchResult",
     "SearchSpace",

@@ -9,11 +9,46 @@ import numpy
 from numpy.typing import NDArray
 
 from hybridpp.estimate.allocations import Allocation
-from hybridpp.estimate.op_log import Op
+from hybridpp.estimate.op_log import Ops
 from hybridpp.estimate.unit_marks import UnitMarks
 
 Numbers: TypeAlias = NDArray[numpy.int64]
-_ALIVE = numpy.iinfo(numpy.int64).max
+ALIVE = int(numpy.iinfo(numpy.int64).max)
+"""When an allocation died that is alive at the end."""
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """The allocations of a run, in order.
+
+    Attributes:
+        sizes: bytes of each.
+        born: the event of each.
+        died: the event at which each was freed; :data:`ALIVE`: it was not.
+        savers: at these events autograd saved something of an allocation, in the order of the allocations.
+        saved: the number of the allocation of each of these.
+    """
+
+    sizes: Numbers
+    born: Numbers
+    died: Numbers
+    savers: Numbers
+    saved: Numbers
+
+    @classmethod
+    def of(cls, allocations: Sequence[Allocation]) -> "Memory":
+        """The table of these allocations."""
+        counts = [len(one.savers) for one in allocations]
+        return cls(
+            numbers([one.size for one in allocations]),
+            numbers([one.born for one in allocations]),
+            numbers([ALIVE if one.died is None else one.died for one in allocations]),
+            numbers([event for one in allocations for event in one.savers]),
+            numpy.repeat(numpy.arange(len(allocations)), counts),
+        )
+
+    def __len__(self) -> int:
+        return len(self.sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +56,8 @@ class ModelRun:
     """The recorded run.
 
     Attributes:
-        calls: of the model's units, in order; times are numbers of events.
-        allocations: of the run, in order.
+        calls: of the model's units, in order; times are numbers of events, arguments and results those of allocations.
+        memory: what was allocated.
         ops: in order.
         loss: the event at which the loss was computed.
         pass_end: the event at which the backward pass of B, or I, had run.
@@ -32,55 +67,51 @@ class ModelRun:
     """
 
     calls: tuple[UnitMarks, ...]
-    allocations: tuple[Allocation, ...]
-    ops: tuple[Op, ...]
+    memory: Memory
+    ops: Ops
     loss: int
     pass_end: int
     backward_end: int
     end: int
     recomputed: frozenset[str] = frozenset()
 
-    @cached_property
+    @property
     def sizes(self) -> Numbers:
         """Bytes of each allocation."""
-        return numpy.array([one.size for one in self.allocations], dtype=numpy.int64)
+        return self.memory.sizes
 
-    @cached_property
+    @property
     def born(self) -> Numbers:
         """The event of each allocation."""
-        return numpy.array([one.born for one in self.allocations], dtype=numpy.int64)
+        return self.memory.born
 
-    @cached_property
+    @property
     def died(self) -> Numbers:
         """The event at which each was freed."""
-        died = [_ALIVE if one.died is None else one.died for one in self.allocations]
-        return numpy.array(died, dtype=numpy.int64)
+        return self.memory.died
 
     @cached_property
     def saved(self) -> tuple[Numbers, Numbers]:
         """Pairs of an allocation's index and an event at which something of it was saved for the backward pass."""
-        index = {id(one): number for number, one in enumerate(self.allocations)}
-        pairs = [(number, at) for number, one in enumerate(self.allocations) for at in one.savers]
-        for call in self.calls:
-            if call.name in self.recomputed:
-                # What is recomputed holds its arguments.
-                pairs += [(index[id(one)], call.begin + 1) for one in call.arguments if one is not None]
-        found = numpy.array(pairs, dtype=numpy.int64).reshape(-1, 2)
-        return found[:, 0], found[:, 1]
-
-    def index_of(self, allocation: Allocation | None) -> int | None:
-        """The number of an allocation; None: it is none of this run."""
-        return self._indices.get(id(allocation))
-
-    @cached_property
-    def _indices(self) -> dict[int, int]:
-        return {id(one): number for number, one in enumerate(self.allocations)}
+        # What is recomputed holds its arguments.
+        held = [
+            (number, call.begin + 1)
+            for call in self.calls
+            if call.name in self.recomputed
+            for number in call.arguments
+            if number is not None
+        ]
+        pairs = numpy.array(held, dtype=numpy.int64).reshape(-1, 2)
+        return (
+            numpy.concatenate([self.memory.saved, pairs[:, 0]]),
+            numpy.concatenate([self.memory.savers, pairs[:, 1]]),
+        )
 
     @cached_property
     def in_unit(self) -> NDArray[numpy.bool_]:
         """Whether each allocation was made inside the forward of a unit."""
         if not self.calls:
-            return numpy.zeros(len(self.allocations), dtype=bool)
+            return numpy.zeros(len(self.memory), dtype=bool)
         begins = numpy.array([call.begin for call in self.calls], dtype=numpy.int64)
         ends = numpy.array([call.end for call in self.calls], dtype=numpy.int64)
         call = numpy.searchsorted(begins, self.born, side="left") - 1
@@ -101,6 +132,11 @@ class ModelRun:
         later = [one.gradient for one in self.calls[call:] if one.gradient is not None]
         own = self.calls[call].gradient
         return int(own if own is not None else max(later, default=self.loss))
+
+
+def numbers(values: Sequence[int]) -> Numbers:
+    """An array of them, also of none."""
+    return numpy.array(values, dtype=numpy.int64)
 
 
 def peak(sizes: Numbers, born: Numbers, died: Numbers, window: tuple[int, int]) -> tuple[int, int]:

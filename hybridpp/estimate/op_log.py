@@ -1,9 +1,13 @@
 """What the operators of a run compute and move."""
 
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hybridpp.estimate.allocations import Allocation, AllocationLog
@@ -66,6 +70,68 @@ class Op(NamedTuple):
     joined_bytes: int = 0
     begins_kernel: bool = True
     age: int = 0
+
+
+class OpKind(NamedTuple):
+    """What many operators of a run have in common: see :class:`Op`."""
+
+    dtype: torch.dtype | None
+    message: str
+    kernel: str
+
+
+_ROW = numpy.dtype(
+    [
+        *((name, numpy.int64) for name in ("event", "flops", "num_bytes", "joined_bytes")),
+        *(("age", numpy.int32), ("kind", numpy.int16), ("begins_kernel", numpy.bool_)),
+    ]
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Ops:
+    """The operators of a run, in order: a model has tens of thousands, and a search keeps a hundred runs.
+
+    Attributes:
+        rows: of shape ``(number of operators,)``, with the fields of :class:`Op` that are numbers, and ``kind``.
+        kinds: the kind with each number.
+    """
+
+    rows: NDArray[Any]
+    kinds: tuple[OpKind, ...]
+
+    @classmethod
+    def of(cls, ops: Iterable[Op]) -> "Ops":
+        """The table of these operators."""
+        kinds: dict[OpKind, int] = {}
+        rows = [
+            (
+                *(op.event, op.flops, op.num_bytes, op.joined_bytes, op.age),
+                kinds.setdefault(OpKind(op.dtype, op.message, op.kernel), len(kinds)),
+                op.begins_kernel,
+            )
+            for op in ops
+        ]
+        return cls(numpy.array(rows, dtype=_ROW), tuple(kinds))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Op]:
+        for event, flops, num_bytes, joined_bytes, age, kind, begins in self.rows.tolist():
+            dtype, message, kernel = self.kinds[kind]
+            yield Op(event, flops, num_bytes, dtype, message, kernel, joined_bytes, begins, age)
+
+    def where(self, chosen: NDArray[numpy.bool_]) -> "Ops":
+        """The chosen ones."""
+        return Ops(self.rows[chosen], self.kinds)
+
+    @property
+    def are_messages(self) -> NDArray[numpy.bool_]:
+        """Whether each is a communication, or waits for one."""
+        is_message = numpy.array([bool(kind.message) for kind in self.kinds], dtype=bool)
+        found: NDArray[numpy.bool_] = is_message[self.rows["kind"]]
+        return found
 
 
 class _Joined:
@@ -150,10 +216,10 @@ class OpLog(AllocationLog):  # type: ignore[no-untyped-call]  # torch's __init_s
         self._joined = None
 
     @property
-    def ops(self) -> tuple[Op, ...]:
+    def ops(self) -> Ops:
         """In order; the last kernel has ended."""
         self._end_kernel()
-        return tuple(self._ops)
+        return Ops.of(self._ops)
 
     def note_message(self, kind: str, num_bytes: int) -> int:
         """Record the start of a communication; returns its number."""

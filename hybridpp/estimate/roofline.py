@@ -1,14 +1,16 @@
 """Times of a run's operators, from what they compute and move."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+import numpy
 import torch
+from numpy.typing import NDArray
 
 from hybridpp.estimate.devices import DeviceProfile
 from hybridpp.estimate.model_run import ModelRun
-from hybridpp.estimate.op_log import POINTWISE, WAIT, Op
+from hybridpp.estimate.op_log import POINTWISE, WAIT, OpKind, Ops
 from hybridpp.estimate.unit_times import UnitTimes
 
 _FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -40,8 +42,8 @@ def with_sums(measured: UnitTimes, run: ModelRun, device: DeviceProfile, tp_size
         device: its speeds.
         tp_size: ranks that take part.
     """
-    messages = [op for op in run.ops if op.message]
-    if not messages:
+    messages = run.ops.where(run.ops.are_messages)
+    if not len(messages):
         return measured
     added = _times(run, messages, replace(device, host_us=0.0), tp_size, measured.key)
     return UnitTimes(
@@ -59,10 +61,22 @@ def with_sums(measured: UnitTimes, run: ModelRun, device: DeviceProfile, tp_size
     )
 
 
-def _times(run: ModelRun, ops: Sequence[Op], device: DeviceProfile, tp_size: int, key: str) -> UnitTimes:
-    clock = _Clock(device)
-    for op in ops:
-        clock.run(op, _message_s(op, device, tp_size) if op.message else _device_s(op, device))
+def _times(run: ModelRun, ops: Ops, device: DeviceProfile, tp_size: int, key: str) -> UnitTimes:
+    seconds, issue_s = numpy.zeros(len(ops)), numpy.zeros(len(ops))
+    for number, kind in enumerate(ops.kinds):
+        here = ops.rows["kind"] == number
+        rows = ops.rows[here]
+        seconds[here] = _message_s(kind, rows, device, tp_size) if kind.message else _device_s(kind, rows, device)
+        issue_s[here] = _begin_s(kind, rows, device, device.host_us)
+    clock = _Clock(device.is_cpu)
+    messages = [kind.message for kind in ops.kinds]
+    columns = (ops.rows[name].tolist() for name in ("event", "kind", "age"))
+    for event, kind, age, duration, issued in zip(*columns, seconds.tolist(), issue_s.tolist(), strict=True):
+        if messages[kind] == WAIT:
+            clock.wait(age)
+        else:
+            clock.run(duration, issued, bool(messages[kind]))
+        clock.note(event)
     return UnitTimes(
         key=key,
         names=tuple(call.name for call in run.calls),
@@ -75,57 +89,68 @@ def _times(run: ModelRun, ops: Sequence[Op], device: DeviceProfile, tp_size: int
     )
 
 
-def _message_s(op: Op, device: DeviceProfile, tp_size: int) -> float:
-    if op.message == WAIT:
+def _message_s(kind: OpKind, rows: NDArray[Any], device: DeviceProfile, tp_size: int) -> Any:
+    if kind.message == WAIT:
         return 0.0
     # A ring: each rank sends its share once, or twice.
-    size = _PASSES.get(op.message, 1) * op.num_bytes * (tp_size - 1) / tp_size
-    return device.sum_s(size, tp_size - 1)
+    sizes: Any = _PASSES.get(kind.message, 1) * rows["num_bytes"] * (tp_size - 1) / tp_size
+    return device.sum_s(sizes, tp_size - 1)
 
 
-def _device_s(op: Op, device: DeviceProfile) -> float:
-    if op.kernel == POINTWISE and POINTWISE in device.kernels:
-        return op.joined_bytes / (device.kernels[POINTWISE] * 2**30) + _begin_us(op, device, device.op_us) * 1e-6
-    precision = "fp32" if op.dtype is None else _FORMATS.get(op.dtype, "fp32")
+def _device_s(kind: OpKind, rows: NDArray[Any], device: DeviceProfile) -> Any:
+    if kind.kernel == POINTWISE and POINTWISE in device.kernels:
+        moved_s = rows["joined_bytes"] / (device.kernels[POINTWISE] * 2**30)
+        return moved_s + _begin_s(kind, rows, device, device.op_us)
+    precision = "fp32" if kind.dtype is None else _FORMATS.get(kind.dtype, "fp32")
     speed = device.flops_per_s(precision)
-    if op.dtype in _FORMATS and op.kernel in device.kernels:
-        speed = 1e12 * device.kernels[op.kernel]
-    return max(op.flops / speed, op.num_bytes / (device.memory_gib_s * 2**30)) + device.op_us * 1e-6
+    if kind.dtype in _FORMATS and kind.kernel in device.kernels:
+        speed = 1e12 * device.kernels[kind.kernel]
+    moved_s = rows["num_bytes"] / (device.memory_gib_s * 2**30)
+    return numpy.maximum(rows["flops"] / speed, moved_s) + device.op_us * 1e-6
 
 
-def _begin_us(op: Op, device: DeviceProfile, first_us: float) -> float:
+def _begin_s(kind: OpKind, rows: NDArray[Any], device: DeviceProfile, first_us: float) -> Any:
     """What is counted once for each kernel: for an operator that is joined to those before, nothing."""
-    return 0.0 if op.kernel == POINTWISE and POINTWISE in device.kernels and not op.begins_kernel else first_us
+    if kind.kernel == POINTWISE and POINTWISE in device.kernels:
+        return numpy.where(rows["begins_kernel"], first_us * 1e-6, 0.0)
+    return first_us * 1e-6
 
 
 class _Clock:
-    """The time of each event: that of the device, or of the host, whichever is later."""
+    """The time of each event: that of the device, or of the host, whichever is later.
 
-    def __init__(self, device: DeviceProfile):
-        self._device = device
+    Args:
+        is_cpu: whether communication is the work of what computes.
+    """
+
+    def __init__(self, is_cpu: bool):
+        self._is_cpu = is_cpu
         self._events: list[int] = []
         self._times: list[float] = []
         self._computed = self._issued = self._linked = 0.0
         # When each communication ends.
         self._ends: list[float] = []
 
-    def run(self, op: Op, duration: float) -> None:
+    def wait(self, age: int) -> None:
+        """For the end of a communication, after which so many were started."""
+        if len(self._ends) > age:
+            self._computed = max(self._computed, self._ends[-1 - age])
+
+    def run(self, duration: float, issue_s: float, is_message: bool) -> None:
         """The next operator."""
-        device = self._device
-        if op.message == WAIT:
-            if len(self._ends) > op.age:
-                self._computed = max(self._computed, self._ends[-1 - op.age])
+        self._issued += issue_s
+        # It starts when it has been issued, and the one before has ended.
+        begin = max(self._computed, self._issued)
+        if is_message and not self._is_cpu:
+            self._linked = max(begin, self._linked) + duration
+            self._ends.append(self._linked)
         else:
-            self._issued += _begin_us(op, device, device.host_us) * 1e-6
-            # It starts when it has been issued, and the one before has ended.
-            begin = max(self._computed, self._issued)
-            if op.message and not device.is_cpu:
-                self._linked = max(begin, self._linked) + duration
-                self._ends.append(self._linked)
-            else:
-                self._computed = begin + duration
-                self._ends += [self._computed] if op.message else []
-        self._events.append(op.event)
+            self._computed = begin + duration
+            self._ends += [self._computed] if is_message else []
+
+    def note(self, event: int) -> None:
+        """What has run, has run before this event."""
+        self._events.append(event)
         self._times.append(self._computed)
 
     def at(self, event: int) -> float:

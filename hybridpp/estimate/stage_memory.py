@@ -94,7 +94,7 @@ class _Stage:
     def _after_last_block(self, last_block: int) -> NDArray[numpy.bool_]:
         run = self._run
         if not run.calls:
-            return numpy.zeros(len(run.allocations), dtype=bool)
+            return numpy.zeros(len(run.memory), dtype=bool)
         start, stop = run.calls[last_block].end, run.calls[last_block].gradient
         chosen: NDArray[numpy.bool_] = (run.born > start) & (run.born <= (run.loss if stop is None else stop))
         return chosen
@@ -143,7 +143,7 @@ class _Stage:
         chosen = numpy.zeros(len(self._run.sizes), dtype=bool)
         for value in self._plan.outgoing:
             results = self._run.calls[value.call].results
-            index = self._run.index_of(results[value.leaf]) if value.leaf < len(results) else None
+            index = results[value.leaf] if value.leaf < len(results) else None
             if index is not None:
                 chosen[index] = True
         return chosen

@@ -1,6 +1,6 @@
 """When the units of a model run: in the forward, and in the backward pass."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ class UnitMarks(NamedTuple):
         name: of the unit.
         begin, end: of its call.
         gradient: when the gradient of its result is complete, so that its backward pass begins; None: there is none.
-        arguments: what ``look`` found of the tensors among its arguments.
+        arguments: what ``look`` found of the tensors among its arguments; in a complete run: numbers of allocations.
         results: the same of its results; None for a leaf that is no tensor.
     """
 
@@ -41,9 +41,23 @@ class UnitMarks(NamedTuple):
     arguments: tuple[Any, ...] = ()
     results: tuple[Any, ...] = ()
 
+    def with_allocations(self, number_of: Callable[[Any], int | None]) -> "UnitMarks":
+        """The same with the numbers of what ``look`` found."""
+        return self._replace(
+            arguments=tuple(map(number_of, self.arguments)), results=tuple(map(number_of, self.results))
+        )
+
 
 class CannotLeaveOutError(Exception):
-    """A unit does not return what it was given, changed."""
+    """A unit does not return what it was given, changed; or is given something else than the one that stands for it.
+
+    Args:
+        name: of the unit.
+    """
+
+    def __init__(self, name: str):
+        super().__init__(name)
+        self.name = name
 
 
 class _Size(NamedTuple):
@@ -64,15 +78,21 @@ class _Output(NamedTuple):
     leaves: tuple[Any, ...]
 
 
-def _passed_on(output: _Output | None, args: Any, kwargs: Any) -> Any:
-    """The first tensor of a unit's arguments that has a gradient, as the output of the unit before."""
-    given = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad)
-    hidden = next(given, None)
+def _passed_on(output: _Output | None, leaves: Sequence[Any]) -> Any:
+    """The first argument of a unit that has a gradient, as the output of the unit before; None: it is not like that."""
+    hidden = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad), None)
     sizes = [] if output is None else [leaf for leaf in output.leaves if isinstance(leaf, _Size | Tensor)]
     if output is None or hidden is None or sizes != [_Size.of(hidden)]:
-        raise CannotLeaveOutError
-    leaves = [hidden if isinstance(leaf, _Size) else leaf for leaf in output.leaves]
-    return pytree.tree_unflatten(leaves, output.spec)
+        return None
+    return pytree.tree_unflatten([hidden if isinstance(leaf, _Size) else leaf for leaf in output.leaves], output.spec)
+
+
+def _signature(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """What decides how a unit runs, of what it is given: not the number of a block, nor an object that all share."""
+    return tuple(
+        _Size.of(leaf) if isinstance(leaf, Tensor) else leaf if isinstance(leaf, bool | float | str) else type(leaf)
+        for leaf in leaves
+    )
 
 
 class UnitRecorder:
@@ -83,7 +103,8 @@ class UnitRecorder:
         units: names of its units.
         now: the time, or the number of an event.
         look: called with each tensor among a unit's arguments and results.
-        left_out: units that do not run: they return what they were given, as the unit before them returned it.
+        left_out: units that do not run: they return what they were given, as the unit before them returned it. Each has
+            the distance to the earlier unit that stands for it.
 
     Attributes:
         calls: of the latest forward since :meth:`clear`.
@@ -96,9 +117,10 @@ class UnitRecorder:
         units: tuple[str, ...],
         now: Callable[[], Any],
         look: Callable[[Tensor], Any] = lambda tensor: None,
-        left_out: Collection[str] = (),
+        left_out: Mapping[str, int] | None = None,
     ):
-        self._left_out = frozenset(left_out)
+        self._left_out = left_out or {}
+        self._given: list[tuple[Any, ...]] = []
         self._output: _Output | None = None
         self.calls: list[UnitMarks] = []
         self.is_recording = False
@@ -117,17 +139,24 @@ class UnitRecorder:
     def clear(self) -> None:
         """Forget all calls, and what they returned."""
         self.calls.clear()
+        self._given.clear()
         self._output = None
 
     def _run(self, name: str, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         if not self.is_recording or self._depth:
             return forward(*args, **kwargs)
-        found = tuple(self._look(_held(leaf)) for leaf in pytree.tree_leaves((args, kwargs)) if _is_shown(leaf))
+        given = pytree.tree_leaves((args, kwargs))
+        found = tuple(self._look(_held(leaf)) for leaf in given if _is_shown(leaf))
         index = len(self.calls)
         self.calls.append(UnitMarks(name, self._now(), None, None, found))
+        if self._left_out:
+            self._given.append(_signature(given))
         if name in self._left_out:
+            passed_on = _passed_on(self._output, given)
+            if passed_on is None or self._given[index] != self._given[index - self._left_out[name]]:
+                raise CannotLeaveOutError(name)
             self.calls[index] = self.calls[index]._replace(end=self._now())
-            return _passed_on(self._output, args, kwargs)
+            return passed_on
         self._depth += 1
         try:
             output = forward(*args, **kwargs)

@@ -46,6 +46,7 @@ class ModelHooks:
         self._model = model
         # By id; the hooks are kept alive, so that ids stay unique.
         self._shared: dict[int, tuple[ModuleHook, list[Any]]] = {}
+        self._most_known = _MAX_KNOWN
         self._run: dict[int, ModuleHook] = {}
         self._changing: set[int] = set()
 
@@ -105,8 +106,10 @@ class ModelHooks:
 
     def _shared_by(self, hook: ModuleHook) -> list[Any]:
         if id(hook) not in self._shared:
-            if len(self._shared) >= _MAX_KNOWN:
+            if len(self._shared) >= self._most_known:
                 self._forget_gone()
+                # A model of many modules may have more: each is looked for again when they have doubled.
+                self._most_known = max(_MAX_KNOWN, 2 * len(self._shared))
             self._shared[id(hook)] = hook, shared_with_model(hook, self._model) if is_users(hook) else []
         return self._shared[id(hook)][1]
 

@@ -15,7 +15,7 @@ from hybridpp.plan_search.block_run import ResultKey, SampleCall, copy_block, ra
 from hybridpp.plan_search.candidates import CandidateGenerator
 from hybridpp.plan_search.dataflow import layer_dataflow
 from hybridpp.plan_search.layer_groups import LayerGroup, common_module, groups_of
-from hybridpp.plan_search.narrowed_block import narrowed_block
+from hybridpp.plan_search.narrowed_block import NarrowedBlock
 from hybridpp.plan_search.run_formats import BlockFormats
 from hybridpp.plan_search.size_attributes import LIKELY, indivisible
 from hybridpp.plan_search.stacked_experts import expert_modules, expert_specs
@@ -277,9 +277,9 @@ def search_block_plan(
     formats: BlockFormats | None = None,
     collected: Collection[ResultKey] = (),
     among: Collection[str] | None = None,
+    narrow: NarrowedBlock | None = None,
 ) -> BlockPlan:
-    """The result of :class:`PlanSearch`, whose arguments these are; of a large block, by trials on a narrow copy."""
-    narrow = narrowed_block(block, calls, tp_size)
+    """The result of :class:`PlanSearch`, whose arguments these are; by trials on a narrow copy, if there is one."""
     if narrow is not None:
         start = partial(PlanSearch, narrow.block, narrow.calls, tp_size, own_plan, formats, collected, block, among)
         plan = _plan_of(start)

@@ -11,6 +11,7 @@ from hybridpp.nn.torch_private import parameters_of, pytree
 from hybridpp.plan_search.block_run import ResultKey, SampleCall
 from hybridpp.plan_search.block_search import BlockPlan, search_block_plan
 from hybridpp.plan_search.hf_tp_plan import differences, hf_tp_plan
+from hybridpp.plan_search.narrowed_block import NarrowCopies
 from hybridpp.plan_search.run_formats import RunFormats
 from hybridpp.sharding_plan.plan import Plan
 from hybridpp.sharding_plan.sharding_spec import ShardingSpec
@@ -26,6 +27,7 @@ def infer_plan(
     formats: RunFormats | None = None,
     collected: Mapping[str, Collection[ResultKey]] | None = None,
     smaller: Plan | None = None,
+    copies: NarrowCopies | None = None,
 ) -> Plan:
     """How the blocks of a model can be sharded over ``tp_size`` ranks without a change of results.
 
@@ -44,7 +46,9 @@ def infer_plan(
             every rank, like the block's own.
         smaller: the plan for fewer ranks, of a number that divides ``tp_size``; what they cannot share is not tried
             again, since more ranks cannot, either. None: everything is tried.
+        copies: of large blocks, that searches for other sizes made. None: each search makes its own.
     """
+    copies = copies or NarrowCopies()
     formats_of = None if formats is None else formats.by_block(model)
     known: dict[Hashable, BlockPlan] = {}
     own_plan = hf_tp_plan(model)
@@ -61,9 +65,11 @@ def infer_plan(
         in_run = formats_of(name) if formats_of else None
         inside = frozenset(collected.get(name, ())) if collected else frozenset()
         among = shared and frozenset(one.removeprefix(f"{name}.") for one in shared if one.startswith(f"{name}."))
-        kind = (*(call and kind_of(block, *call) for call in calls), tuple(sorted(own.items())), in_run, inside, among)
+        kinds = tuple(call and kind_of(block, *call) for call in calls)
+        kind = (kinds, tuple(sorted(own.items())), in_run, inside, among)
         if kind not in known:
-            known[kind] = search_block_plan(block, calls, tp_size, own, in_run, inside, among)
+            narrow = copies.of(kinds, block, calls, tp_size)
+            known[kind] = search_block_plan(block, calls, tp_size, own, in_run, inside, among, narrow)
         plans[name] = known[kind]
     for name, parameter in shared_in_two_ways(model, plans).items():
         del plans[name]

@@ -6,7 +6,7 @@ of a Llama of 405 billion parameters takes 26 GB in double precision; with an ei
 
 import copy
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -198,6 +198,28 @@ def narrowed_block(block: nn.Module, calls: Sequence[SampleCall | None], tp_size
     if sum(held.numel() for held in walk.parameters(block)) < LARGE:
         return None
     return _Narrowing(block, calls, tp_size).run()
+
+
+class NarrowCopies:
+    """Narrow copies of the blocks of a model, made once for searches with several numbers of ranks.
+
+    Args:
+        tp_size: a multiple of these numbers; 1: each search has a copy of its own.
+    """
+
+    def __init__(self, tp_size: int = 1):
+        self._tp_size = tp_size
+        self._made: dict[Hashable, NarrowedBlock | None] = {}
+
+    def of(
+        self, kind: Hashable, block: nn.Module, calls: Sequence[SampleCall | None], tp_size: int
+    ) -> NarrowedBlock | None:
+        """See :func:`narrowed_block`; ``kind``: equal for blocks and calls that may have the same copy."""
+        # What divisors of the multiple divide is kept, so what divisors of the number do, too.
+        multiple = self._tp_size if self._tp_size % tp_size == 0 else tp_size
+        if (kind, multiple) not in self._made:
+            self._made[kind, multiple] = narrowed_block(block, calls, multiple)
+        return self._made[kind, multiple]
 
 
 class _Narrowing:

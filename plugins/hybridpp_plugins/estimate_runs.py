@@ -3,7 +3,7 @@
 import copy
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -17,10 +17,14 @@ from hybridpp.cluster import preserved_random_state
 from hybridpp.config import ParallelConfig, PartitionConfig, Precision
 from hybridpp.errors import ConfigError, HybridppError
 from hybridpp.estimate import (
+    CannotLeaveOutError,
     CudaAttention,
     Hollow,
+    Memory,
     ModelRun,
+    NotPeriodicError,
     OpLog,
+    Repeated,
     UnitRecorder,
     UnitTimes,
     clock_of,
@@ -49,10 +53,9 @@ from hybridpp.precision import (
     working_dtype,
     wrap_dtype_boundaries,
 )
-from hybridpp.sharding_plan import Plan
 from hybridpp_plugins.apply_tp import AppliedTensorParallel, Sharding, apply_sharding, placements
 from hybridpp_plugins.estimate_batch import BatchSource, EstimateBatch
-from hybridpp_plugins.estimate_sharding import find_sharding
+from hybridpp_plugins.estimate_sharding import ShardingSearch
 from hybridpp_plugins.find_tp_plan import default_formats
 from hybridpp_plugins.solo_group import Note, SoloGroup, SoloMessage
 from hybridpp_plugins.solo_run import SoloRank, SoloSettings
@@ -134,11 +137,12 @@ class EstimateRuns:
         device: str = "cpu",
     ):
         self._model = meta_copy(model)
-        self._parallel = parallel or ParallelConfig()
         self._precision, self._device = precision, device
         self._batches = batches or BatchSource()
         self._candidate: int | None = None
-        self._plans: dict[int, Plan] = {}
+        self._never_left_out: set[tuple[str, ...]] = set()
+        formats = default_formats(self._model, precision, device)
+        self._search = ShardingSearch(self._model, parallel or ParallelConfig(), self._batches.sample, formats)
         self.sharding = cache(self._find_sharding)
         self.run = cache(self._run)
         self._ready = cache(self._make_ready)
@@ -149,13 +153,7 @@ class EstimateRuns:
         """How the model's layers, and sequences, are sharded; None: over one rank."""
         if tp_size == 1:
             return None
-        formats = default_formats(self._model, self._precision, self._device)
-        smaller = self._plans[max(known)] if (known := [one for one in self._plans if tp_size % one == 0]) else None
-        sharding = find_sharding(
-            self._model, self._parallel, tp_size, shards_sequences, self._batches.sample, formats, smaller
-        )
-        self._plans[tp_size] = sharding.plan
-        return sharding
+        return self._search.find(tp_size, shards_sequences)
 
     def _sharded(
         self, tp_size: int, shards_sequences: bool, note: Note | None = None
@@ -206,14 +204,18 @@ class EstimateRuns:
         If it need not be, blocks that are equal to others are left out, and their part of the record is repeated.
         """
         left_out = () if settled else self._repeated(units, kind.recomputed)
-        if left_out:
+        while left_out := tuple(row for row in left_out if row.names not in self._never_left_out):
             try:
                 return with_repeated_blocks(self._record(kind, units, settled, left_out), left_out)
-            except Exception:  # blocks that are no period; whatever a model raises that needs something of each block
-                _LOGGER.debug("all blocks run, as equal ones could not be left out", exc_info=True)
+            except Exception as error:  # also whatever a model raises that needs something of each block
+                rows = _rows_to_run(error, left_out)
+                _LOGGER.debug("blocks run from %s, as they cannot be left out", rows[0].names[0], exc_info=True)
+            self._never_left_out.update(row.names for row in rows)
         return self._record(kind, units, settled)
 
-    def _record(self, kind: RunKind, units: tuple[str, ...], settled: bool, left_out: tuple[str, ...] = ()) -> ModelRun:
+    def _record(
+        self, kind: RunKind, units: tuple[str, ...], settled: bool, left_out: tuple[Repeated, ...] = ()
+    ) -> ModelRun:
         # To set up a rank takes longer than to run it: micro-batches of all sizes, split or not, run on one.
         ready = self._ready(replace(kind, microbatch_size=1, splits=False), units, left_out)
         rank, recorder = ready.rank, ready.recorder
@@ -222,13 +224,14 @@ class EstimateRuns:
         attention = nullcontext() if self._device == "cpu" else CudaAttention()
         with ready.hollow, preserved_random_state(_CPU), attention:
             rank.splits = kind.splits
-            rank.buckets.zero()
-            # The first micro-batch frees some memory at other events, so runs would not be scaled from it.
-            if settled or self._candidate is None or not ready.has_run:
+            # What is recorded is not the first micro-batch of a step: it adds to gradients that are there.
+            if self._candidate is None:
                 batch = self._on_a_batch(ready.model, kind.microbatch_size, rank.tried)
             else:
-                rank.buckets.begin()
                 batch = list(self._batches.candidates(self._model, kind.microbatch_size))[self._candidate]
+                if settled or not ready.has_run:
+                    with ready.recorded(None):
+                        rank.tried(batch)
 
             def criterion(outputs: Any, inputs: Any) -> Tensor:
                 loss = batch.criterion(outputs, inputs)
@@ -238,9 +241,10 @@ class EstimateRuns:
 
             with counter, OpLog(counter) as log, ready.recorded(log), log.noting_saved():
                 rank.run(batch.inputs, criterion)
+        numbers = {id(one): number for number, one in enumerate(log.allocations)}
         run = ModelRun(
-            calls=tuple(recorder.calls),
-            allocations=tuple(log.allocations),
+            calls=tuple(call.with_allocations(lambda one: numbers.get(id(one))) for call in recorder.calls),
+            memory=Memory.of(log.allocations),
             ops=log.ops,
             loss=losses[-1],
             pass_end=ready.passes[0],
@@ -253,7 +257,7 @@ class EstimateRuns:
         recorder.clear()
         return run
 
-    def _make_ready(self, kind: RunKind, units: tuple[str, ...], left_out: tuple[str, ...]) -> "_ReadyRank":
+    def _make_ready(self, kind: RunKind, units: tuple[str, ...], left_out: tuple[Repeated, ...]) -> "_ReadyRank":
         adapter, applied_tp = self._sharded(kind.tp_size, kind.shards_sequences, lambda message: ready.note(message))
         adapter.model.train()
         settings = SoloSettings(precision=self._precision, device=self._device, recomputed=kind.recomputed)
@@ -366,7 +370,7 @@ class _ReadyRank:
     Args:
         adapter: of the sharded model.
         units: that are marked.
-        left_out: those of them that do not run.
+        left_out: rows of them that do not run.
 
     Attributes:
         model: the sharded model.
@@ -380,7 +384,7 @@ class _ReadyRank:
 
     rank: SoloRank
 
-    def __init__(self, adapter: ModuleAdapter, units: tuple[str, ...], left_out: tuple[str, ...]):
+    def __init__(self, adapter: ModuleAdapter, units: tuple[str, ...], left_out: tuple[Repeated, ...]):
         self.model, self.hollow = adapter.model, Hollow()
         self._log: OpLog | None = None
         self.recorder = UnitRecorder(
@@ -388,7 +392,7 @@ class _ReadyRank:
             units,
             lambda: self._log.event if self._log else 0,
             lambda tensor: self._log.of(tensor) if self._log else None,
-            left_out,
+            {name: row.period for row in left_out for name in row.names},
         )
         self.passes: list[int] = []
         self.ends: list[int] = []
@@ -406,8 +410,8 @@ class _ReadyRank:
         return (lambda: None) if log is None else partial(log.note_wait, log.note_message(*message))
 
     @contextmanager
-    def recorded(self, log: OpLog) -> Iterator[None]:
-        """Inside, what runs is recorded in a log."""
+    def recorded(self, log: OpLog | None) -> Iterator[None]:
+        """Inside, what runs is recorded in a log; None: it runs as it will be recorded."""
         self.passes.clear()
         self.ends.clear()
         self.recorder.clear()
@@ -416,6 +420,15 @@ class _ReadyRank:
             yield
         finally:
             self._log, self.recorder.is_recording = None, False
+
+
+def _rows_to_run(error: Exception, left_out: Sequence[Repeated]) -> Sequence[Repeated]:
+    """Of the rows that were left out, those that an error is of."""
+    if isinstance(error, NotPeriodicError):
+        return [error.row]
+    if isinstance(error, CannotLeaveOutError):
+        return [row for row in left_out if error.name in row.names]
+    return left_out
 
 
 def _times_of(recorder: UnitRecorder, start: float, loss: float, ends: list[float], key: str) -> UnitTimes:

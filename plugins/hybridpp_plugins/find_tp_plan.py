@@ -27,6 +27,8 @@ from hybridpp.partition import (
 )
 from hybridpp.pipeline import call_arguments
 from hybridpp.plan_search import (
+    EmbeddingsAndHeads,
+    NarrowCopies,
     RunFormats,
     infer_embeddings_and_heads,
     infer_plan,
@@ -43,6 +45,47 @@ from hybridpp_plugins.sample import Samples
 _T = TypeVar("_T")
 
 
+class WatchedBlocks(NamedTuple):
+    """What a run of a model shows of its blocks: the same for all numbers of ranks.
+
+    Attributes:
+        names: of the blocks that may be sharded.
+        calls: of them.
+        transformed: why others must not be.
+        entered: the modules of each block that are called from outside of it.
+        read: the weights of each block that are read while it does not run.
+        ends: how embeddings and heads can be sharded.
+        ways: of each block's first calls.
+    """
+
+    names: tuple[str, ...]
+    calls: "BlockCalls"
+    transformed: Mapping[str, str]
+    entered: Mapping[str, set[str]]
+    read: Mapping[str, list[str]]
+    ends: EmbeddingsAndHeads
+    ways: Mapping[str, frozenset[int]]
+
+
+def watch_blocks(model: nn.Module, samples: Samples) -> WatchedBlocks:
+    """Run a model on samples, or trace it if it is on the meta device.
+
+    Raises:
+        Exception: the error that the model raises.
+    """
+    blocks = find_units(model, 1).blocks
+    transformed: dict[str, str] = {}
+    with (
+        record_table_uses(large_tables(model, blocks)) as uses,
+        watched_insides(model, blocks, transformed) as entered,
+        watched_reads(model, blocks) as read,
+        recorded_ways(model, blocks) as ways,
+    ):
+        calls = calls_of_blocks(model, blocks, samples)
+    names = tuple(name for name in blocks if name not in transformed)
+    return WatchedBlocks(names, calls, transformed, entered, read, infer_embeddings_and_heads(uses), ways)
+
+
 def find_tp_plan(
     model: nn.Module,
     find_samples: Callable[[], Samples],
@@ -50,14 +93,12 @@ def find_tp_plan(
     control: Group,
     common: CommonPlans | None = None,
     formats: RunFormats | None = None,
-    smaller: Plan | None = None,
 ) -> Plan:
     """The layers of the model's blocks that can be sharded, and why others cannot.
 
     Rank 0 searches for all ranks, so that only it needs memory for a block of each kind. It runs the model on a sample,
     or traces it if it is on the meta device. It takes the plan that ``common`` has of an equal model. What ``formats``
-    says of the run, kernels must take: None, the dtypes are not known. What could not be shared in ``smaller``, a plan
-    for a divisor of ``size``, is not tried.
+    says of the run, kernels must take: None, the dtypes are not known.
 
     Collective: all ranks; two all-gathers of host memory.
 
@@ -71,31 +112,34 @@ def find_tp_plan(
         return common.get(settings, model, samples, lambda: search(samples)) if common else search(samples)
 
     def search(samples: Samples) -> Plan:
-        blocks = find_units(model, 1).blocks
-        transformed: dict[str, str] = {}
-        with (
-            record_table_uses(large_tables(model, blocks)) as uses,
-            watched_insides(model, blocks, transformed) as entered,
-            watched_reads(model, blocks) as read,
-            recorded_ways(model, blocks) as ways,
-        ):
-            calls, more, collected = calls_of_blocks(model, blocks, samples)
-        blocks = tuple(name for name in blocks if name not in transformed)
-        with preserved_random_state(torch.device("cpu")):
-            found = infer_plan(model, blocks, calls, size, more, formats, collected, smaller)
-            outside = {**_read_by_others(found, read), **_divided_for_others(found, entered)}
-            if outside:
-                others = [name for name in blocks if name not in outside]
-                found = infer_plan(model, others, calls, size, more, formats, collected, smaller)
-            ends = infer_embeddings_and_heads(uses)
-        return found._replace(
-            spec=found.spec | spec_of_styles(model, ends.styles, size),
-            styles={**found.styles, **ends.styles},
-            reasons={**found.reasons, **ends.reasons, **outside, **transformed},
-            ways=ways,
-        )
+        return plan_of_blocks(model, watch_blocks(model, samples), size, formats)
 
     return of_first_rank(find, control)
+
+
+def plan_of_blocks(
+    model: nn.Module,
+    watched: WatchedBlocks,
+    size: int,
+    formats: RunFormats | None = None,
+    smaller: Plan | None = None,
+    copies: NarrowCopies | None = None,
+) -> Plan:
+    """The plan of a model's blocks over ``size`` ranks; ``smaller`` and ``copies`` as in :func:`infer_plan`."""
+    calls, more, collected = watched.calls
+    with preserved_random_state(torch.device("cpu")):
+        found = infer_plan(model, watched.names, calls, size, more, formats, collected, smaller, copies)
+        outside = {**_read_by_others(found, watched.read), **_divided_for_others(found, watched.entered)}
+        if outside:
+            others = [name for name in watched.names if name not in outside]
+            found = infer_plan(model, others, calls, size, more, formats, collected, smaller, copies)
+    ends = watched.ends
+    return found._replace(
+        spec=found.spec | spec_of_styles(model, ends.styles, size),
+        styles={**found.styles, **ends.styles},
+        reasons={**found.reasons, **ends.reasons, **outside, **watched.transformed},
+        ways=watched.ways,
+    )
 
 
 def default_formats(model: nn.Module, precision: Precision, device_type: str) -> RunFormats:

@@ -3,13 +3,16 @@
 import torch
 from torch import nn
 
-from hybridpp.estimate import repeated_blocks
+from hybridpp.estimate import Repeated, repeated_blocks
 
 
 class Block(nn.Module):
     def __init__(self, number, width=4):
         super().__init__()
         self.number, self.linear = number, nn.Linear(width, width)
+
+
+MIDDLE = (Repeated(("4", "5", "6", "7"), 1),)
 
 
 def model(*blocks):
@@ -22,7 +25,7 @@ def names(count):
 
 def test_the_inner_ones_of_a_row_of_equal_blocks_need_not_run():
     made = model(*(Block(number) for number in range(10)))
-    assert repeated_blocks(made, names(10), frozenset()) == ("4", "5", "6", "7")
+    assert repeated_blocks(made, names(10), frozenset()) == MIDDLE
     assert repeated_blocks(made, names(7), frozenset()) == ()
 
 
@@ -65,7 +68,7 @@ def test_functions_and_containers_of_blocks_are_compared():
             setattr(blocks[5], name, value)
         return repeated_blocks(model(*blocks), names(10), frozenset())
 
-    assert made({}) == made({"options": {"window": [1, 2]}}) == ("4", "5", "6", "7")
+    assert made({}) == made({"options": {"window": [1, 2]}}) == MIDDLE
     for other in ({"activation": nn.functional.gelu}, {"options": {"window": [1, 3]}}, {"kind": torch.float64}):
         assert made(other) == ()
 
@@ -73,4 +76,25 @@ def test_functions_and_containers_of_blocks_are_compared():
 def test_blocks_that_are_recomputed_are_not_equal_to_others():
     made = model(*(Block(number) for number in range(10)))
     assert repeated_blocks(made, names(10), frozenset(names(5))) == ()
-    assert repeated_blocks(made, names(10), frozenset(names(10))) == ("4", "5", "6", "7")
+    assert repeated_blocks(made, names(10), frozenset(names(10))) == MIDDLE
+
+
+def test_blocks_that_take_turns_are_left_out_by_periods():
+    def made(count, period=2):
+        blocks = [Block(number) for number in range(count)]
+        for number, block in enumerate(blocks):
+            block.window = 8 if number % period else None
+        return repeated_blocks(model(*blocks), names(count), frozenset())
+
+    assert made(13) == (Repeated(tuple(map(str, range(6, 10))), 2),)
+    # One more than whole periods; and too few of them.
+    assert made(14) == (Repeated(tuple(map(str, range(6, 12))), 2),)
+    assert made(11) == ()
+    assert made(40, period=6) == (Repeated(tuple(map(str, range(18, 30))), 6),)
+
+
+def test_each_row_of_equal_blocks_is_left_out():
+    blocks = [*(Block(number) for number in range(9)), *(Block(number, width=8) for number in range(8))]
+    first, second = repeated_blocks(model(*blocks), names(17), frozenset())
+    assert first == Repeated(("4", "5", "6"), 1)
+    assert second == Repeated(("13", "14"), 1)

@@ -3,20 +3,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybridpp.estimate import DEVICES, ModelRun, Op, UnitMarks, roofline, with_sums
+from hybridpp.estimate import DEVICES, Memory, ModelRun, Op, Ops, UnitMarks, roofline, with_sums
 
 # A product of 1 ms in each of two units, and a sum over two ranks after the first one's.
 DEVICE = replace(DEVICES["h100"], tflops={"fp32": 1.0}, op_us=0.0, host_us=0.0, message_us=500.0)
 RUN = ModelRun(
     calls=(UnitMarks("a", 0, 2, 6), UnitMarks("b", 2, 3, 4)),
-    allocations=(),
-    ops=(
-        Op(1, 10**9, 0, torch.float32),
-        Op(2, 0, 0, None, "all_reduce"),
-        Op(2, 0, 0, None, "wait"),
-        Op(3, 10**9, 0, torch.float32),
-        Op(5, 10**9, 0, torch.float32),
-        Op(7, 10**9, 0, torch.float32),
+    memory=Memory.of([]),
+    ops=Ops.of(
+        [
+            Op(1, 10**9, 0, torch.float32),
+            Op(2, 0, 0, None, "all_reduce"),
+            Op(2, 0, 0, None, "wait"),
+            Op(3, 10**9, 0, torch.float32),
+            Op(5, 10**9, 0, torch.float32),
+            Op(7, 10**9, 0, torch.float32),
+        ]
     ),
     loss=4,
     pass_end=8,
@@ -26,7 +28,7 @@ RUN = ModelRun(
 
 
 def test_measured_times_get_the_sums_of_ranks_that_share_layers():
-    alone = replace(RUN, ops=tuple(op for op in RUN.ops if not op.message))
+    alone = replace(RUN, ops=Ops.of(op for op in RUN.ops if not op.message))
     measured = roofline(alone, DEVICE, 1)
     expected = roofline(RUN, DEVICE, 2)
     found = with_sums(measured, RUN, DEVICE, 2)
@@ -39,14 +41,14 @@ def test_measured_times_get_the_sums_of_ranks_that_share_layers():
 def test_a_sum_that_was_measured_takes_what_it_took():
     device = replace(DEVICE, sum_us=1500.0, sum_gib_s=1.0)
     assert roofline(RUN, device, 2).ends[0] == pytest.approx(2.5e-3)
-    large = replace(RUN, ops=(Op(1, 0, 2**30, None, "all_reduce"), Op(1, 0, 0, None, "wait")))
+    large = replace(RUN, ops=Ops.of([Op(1, 0, 2**30, None, "all_reduce"), Op(1, 0, 0, None, "wait")]))
     # A ring of two sends half of it twice.
     assert roofline(large, device, 2).ends[0] == pytest.approx(1.0 + 1.5e-3)
 
 
 def test_communication_proceeds_beside_operators_until_it_is_waited_for():
     def end(*ops, device=DEVICE):
-        return roofline(replace(RUN, calls=(), ops=ops), device, 2).end
+        return roofline(replace(RUN, calls=(), ops=Ops.of(ops)), device, 2).end
 
     product, start, wait = Op(1, 10**9, 0, torch.float32), Op(1, 0, 0, None, "all_reduce"), Op(1, 0, 0, None, "wait")
     assert end(product, start, wait, product) == pytest.approx(2.5e-3)
@@ -63,7 +65,7 @@ def test_kernels_have_rates_of_their_own():
     fused = replace(device, kernels={"pointwise": 2.0, "attention": 4.0})
 
     def end(op, device):
-        return roofline(replace(RUN, calls=(), ops=(op,)), device, 1).end
+        return roofline(replace(RUN, calls=(), ops=Ops.of([op])), device, 1).end
 
     attention = Op(1, 10**12, 0, torch.bfloat16, kernel="attention")
     assert end(attention, device) == pytest.approx(1.0 + 1e-4)

@@ -62,6 +62,18 @@ def plans(block, tp_size):
     return plan, infer_sequence(model, ["0"], calls, plan.spec, tp_size)
 
 
+def test_a_narrow_copy_for_many_ranks_does_for_fewer(monkeypatch):
+    monkeypatch.setattr(narrowed_block, "_FEW", 2**16)
+    copies, block = narrowed_block.NarrowCopies(8), llama(kv_heads=2)
+    model, calls = nn.Sequential(block), {"0": block.call}
+    for tp_size in (2, 4, 3):
+        expected = infer_plan(model, ["0"], calls, tp_size)
+        found = infer_plan(model, ["0"], calls, tp_size, copies=copies)
+        assert found == expected
+    # Three ranks do not divide what eight do, so they have a copy of their own.
+    assert len(copies._made) == 2
+
+
 @pytest.mark.parametrize(
     ("make", "tp_size"), [(lambda: llama(kv_heads=2), 4), (lambda: mixtral(6), 2)], ids=["shared heads", "experts"]
 )

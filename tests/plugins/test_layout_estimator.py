@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from hybridpp_plugins.estimate_sharding import own_plan
-from hybridpp_plugins.find_tp_plan import find_tp_plan
+from hybridpp_plugins.find_tp_plan import plan_of_blocks, watch_blocks
 from hybridpp_plugins.sample import find_samples
 from test_readme import blocks
 from torch import nn
@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from hybridpp import Booster, HybridAdam, HybridParallelPlugin
-from hybridpp.cluster import Loopback, current_world
+from hybridpp.cluster import Loopback
 from hybridpp.config import Precision
 from hybridpp.errors import ConfigError, PartitionError
 from hybridpp.estimate import DEVICES, AllocationLog, EstimateInput, JobSizes
@@ -203,12 +203,9 @@ def test_a_model_of_a_large_width_is_estimated_without_weights():
 
 def test_the_own_plan_of_a_large_model_is_what_the_search_finds():
     model = on_meta(llama)
-
-    def samples():
-        return find_samples(model, None, None, CPU)
-
-    found = find_tp_plan(model, samples, 2, current_world().control())
-    own = own_plan(model, 2, samples, large=1)
+    watched = watch_blocks(model, find_samples(model, None, None, CPU))
+    found = plan_of_blocks(model, watched, 2)
+    own = own_plan(model, 2, lambda: watched, large=1)
     assert own is not None
     assert own.spec.params == found.spec.params
     assert own.spec.reduce_outputs == found.spec.reduce_outputs
