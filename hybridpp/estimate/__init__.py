@@ -34,7 +34,7 @@ from hybridpp.estimate.step_time import (
 from hybridpp.estimate.unit_marks import CannotLeaveOutError, UnitMarks, UnitRecorder
 from hybridpp.estimate.unit_times import UnitTimes, median_times
 from hybridpp.estimate.values import parts_of, peak_of, values_of
-from hybridpp.nn.hollow import Hollow
+from hybridpp.nn.hollow import Hollow, NeedsValuesError
 
 __all__ = [
     "BASES",
@@ -54,6 +54,7 @@ __all__ = [
     "LayoutEstimator",
     "Memory",
     "ModelRun",
+    "NeedsValuesError",
     "NotPeriodicError",
     "Op",
     "OpLog",

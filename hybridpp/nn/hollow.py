@@ -7,6 +7,9 @@ that torch's meta kernels say, and are hollow, too. All other operators run: wha
 numbers) has its values, so code that branches on them goes the way that it will go. So have the indices of the largest
 elements of a hollow tensor, by which tokens are routed to experts: each element of a row is chosen as often as any
 other, so all experts get as many tokens.
+
+A mask of all pairs of tokens takes long to compute and is only added to something hollow. So values of many megabytes
+may be withheld until something small is made of them, which may be read.
 """
 
 import math
@@ -45,6 +48,8 @@ _EMPTY = {
 # Untouched memory is zero. Smaller ones may be the start of a mask, which is read; of one dimension there are none.
 _ZEROS = {_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default}
 _LEAST_ZEROS, _LEAST_FLAT = 2**24, 2**20
+# Values of so many bytes are withheld; of what is made of them, these are taken to be read.
+_LEAST_WITHHELD, _READ_BYTES = 2**22, 2**14
 _FACTORIES = (_aten.empty.memory_format, _aten.empty_strided.default, _aten.zeros.default)
 _SAME = object()
 # What finds the largest elements along a dimension, with the position of this argument.
@@ -57,16 +62,33 @@ _CHOOSERS = {
 }
 
 
+# What an operator is given, the later ones first.
+_VALUES, _WITHHELD, _HOLLOW = range(3)
+
+
+class NeedsValuesError(BaseException):
+    """What was withheld may be read. No error of the model, so it is none that code around an operator may catch."""
+
+
 class Hollow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
     """A context in which operators on hollow tensors are not run, and ``torch.empty`` makes hollow ones.
 
     Nothing but operators is changed: Python code, autograd and hooks run as ever. A value that is read of a hollow
     tensor is zero.
+
+    Args:
+        withholds: whether large results of operators on tensors with values are hollow, too.
+
+    Raises:
+        NeedsValuesError: something small is made of such results alone: run it again without ``withholds``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, withholds: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch
+        self._withholds = withholds
         self._hollow: set[int] = set()
+        # Those of them whose values are withheld.
+        self._withheld: set[int] = set()
         self._known: dict[Any, Any] = {}
         self._least_zeros = _LEAST_ZEROS
 
@@ -89,24 +111,55 @@ class Hollow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
         kwargs = kwargs or {}
         if func in _EMPTY or func in _ZEROS:
             return self._empty(func, args, kwargs)
-        hollow = self._hollow
-        if not hollow or not self._any_hollow((args, kwargs)):
-            return func(*args, **kwargs)
+        found = self._found((args, kwargs)) if self._hollow else _VALUES
         if func.is_view or func in UNDECLARED_VIEWS or not isinstance(func, OpOverload):
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            return _unread(result) if found == _WITHHELD else result
+        if found == _VALUES:
+            may_be = self._withholds and any(one.device.type == "cpu" for one in _tensors((args, kwargs)))
+            withheld = self._withheld_result(func, args, kwargs) if may_be else None
+            return func(*args, **kwargs) if withheld is None else withheld
         written = _written(func)
         if written is not None:
-            return written(args, kwargs)
+            result = written(args, kwargs)
+            if found == _WITHHELD and self._found(result) == _VALUES:
+                raise NeedsValuesError
+            return result
+        if found == _WITHHELD:
+            return self._withheld_result(func, args, kwargs, _READ_BYTES)
         if func is READ_SCALAR or func is _aten.equal.default:
             return func(*args, **kwargs)
         return self._result(func, args, kwargs)
 
-    def _any_hollow(self, given: Any) -> bool:
+    def _found(self, given: Any) -> int:
+        """What the tensors have: one that is hollow, or else one whose values are withheld, or values."""
         if isinstance(given, Tensor):
-            return storage_id(given) in self._hollow
+            key = storage_id(given)
+            return _VALUES if key not in self._hollow else _WITHHELD if key in self._withheld else _HOLLOW
         if isinstance(given, list | tuple):
-            return any(self._any_hollow(one) for one in given)
-        return isinstance(given, dict) and any(self._any_hollow(one) for one in given.values())
+            return max(map(self._found, given), default=_VALUES)
+        return max(map(self._found, given.values()), default=_VALUES) if isinstance(given, dict) else _VALUES
+
+    def _withheld_result(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], least: int = _LEAST_WITHHELD
+    ) -> Tensor | None:
+        """The large result of an operator, withheld; None: it is small, or not known beforehand.
+
+        Raises:
+            NeedsValuesError: the same of an operator on what is withheld.
+        """
+        try:
+            spec = self._spec(func, args, kwargs) if _written(func) is None else None
+        except (NotImplementedError, RuntimeError):
+            spec = None
+        if isinstance(spec, _Spec) and spec.num_bytes >= least:
+            made = self._make(spec)
+            self._withheld.add(storage_id(made))
+            weakref.finalize(made.untyped_storage(), self._withheld.discard, storage_id(made))
+            return made
+        if least == _READ_BYTES:
+            raise NeedsValuesError
+        return None
 
     def _empty(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = kwargs.get("device") or (args[0].device if args and isinstance(args[0], Tensor) else "cpu")
@@ -170,6 +223,25 @@ class Hollow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
                 self._hollow.add(place_of(storage))
                 weakref.finalize(storage, self._hollow.discard, place_of(storage))
         return result
+
+
+def _tensors(given: Any) -> Iterator[Tensor]:
+    if isinstance(given, Tensor):
+        yield given
+    elif isinstance(given, list | tuple | dict):
+        for one in given.values() if isinstance(given, dict) else given:
+            yield from _tensors(one)
+
+
+def _unread(view: Any) -> Any:
+    """A view of what is withheld.
+
+    Raises:
+        NeedsValuesError: it is so small that it may be read.
+    """
+    if isinstance(view, Tensor) and view.numel() * view.dtype.itemsize < _READ_BYTES:
+        raise NeedsValuesError
+    return view
 
 
 class _Spec:

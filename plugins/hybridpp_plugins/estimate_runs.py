@@ -22,6 +22,7 @@ from hybridpp.estimate import (
     Hollow,
     Memory,
     ModelRun,
+    NeedsValuesError,
     NotPeriodicError,
     OpLog,
     Repeated,
@@ -140,6 +141,7 @@ class EstimateRuns:
         self._precision, self._device = precision, device
         self._batches = batches or BatchSource()
         self._candidate: int | None = None
+        self._withholds = True
         self._never_left_out: set[tuple[str, ...]] = set()
         formats = default_formats(self._model, precision, device)
         self._search = ShardingSearch(self._model, parallel or ParallelConfig(), self._batches.sample, formats)
@@ -207,11 +209,23 @@ class EstimateRuns:
         while left_out := tuple(row for row in left_out if row.names not in self._never_left_out):
             try:
                 return with_repeated_blocks(self._record(kind, units, settled, left_out), left_out)
+            except NeedsValuesError:
+                self._compute_masks()
+                continue
             except Exception as error:  # also whatever a model raises that needs something of each block
                 rows = _rows_to_run(error, left_out)
                 _LOGGER.debug("blocks run from %s, as they cannot be left out", rows[0].names[0], exc_info=True)
             self._never_left_out.update(row.names for row in rows)
-        return self._record(kind, units, settled)
+        try:
+            return self._record(kind, units, settled)
+        except NeedsValuesError:
+            self._compute_masks()
+            return self._record(kind, units, settled)
+
+    def _compute_masks(self) -> None:
+        """From now on, all values that can be computed are: the model reads some of them."""
+        self._withholds = False
+        self._ready.cache_clear()
 
     def _record(
         self, kind: RunKind, units: tuple[str, ...], settled: bool, left_out: tuple[Repeated, ...] = ()
@@ -261,7 +275,7 @@ class EstimateRuns:
         adapter, applied_tp = self._sharded(kind.tp_size, kind.shards_sequences, lambda message: ready.note(message))
         adapter.model.train()
         settings = SoloSettings(precision=self._precision, device=self._device, recomputed=kind.recomputed)
-        ready = _ReadyRank(adapter, units, left_out)
+        ready = _ReadyRank(adapter, units, left_out, self._withholds)
         with ready.hollow, preserved_random_state(_CPU), ready.hollow.without_masks():
             ready.start(SoloRank(adapter, applied_tp, settings, SoloGroup(1)))
         return ready
@@ -371,6 +385,7 @@ class _ReadyRank:
         adapter: of the sharded model.
         units: that are marked.
         left_out: rows of them that do not run.
+        withholds: whether large masks are not computed, see :class:`~hybridpp.nn.hollow.Hollow`.
 
     Attributes:
         model: the sharded model.
@@ -384,8 +399,8 @@ class _ReadyRank:
 
     rank: SoloRank
 
-    def __init__(self, adapter: ModuleAdapter, units: tuple[str, ...], left_out: tuple[Repeated, ...]):
-        self.model, self.hollow = adapter.model, Hollow()
+    def __init__(self, adapter: ModuleAdapter, units: tuple[str, ...], left_out: tuple[Repeated, ...], withholds: bool):
+        self.model, self.hollow = adapter.model, Hollow(withholds)
         self._log: OpLog | None = None
         self.recorder = UnitRecorder(
             adapter,

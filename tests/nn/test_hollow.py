@@ -6,7 +6,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hybridpp.checkpoint import allocate
-from hybridpp.estimate import AllocationLog, Hollow
+from hybridpp.estimate import AllocationLog, Hollow, NeedsValuesError
 
 CPU = torch.device("cpu")
 
@@ -153,3 +153,36 @@ def test_matrices_that_do_not_go_together_are_refused(dtype):
     ends = torch.arange(4, 68, 4, dtype=torch.int32)
     with Hollow(), pytest.raises(RuntimeError):
         torch.nn.functional.grouped_mm(torch.empty(64, 32, dtype=dtype), torch.empty(16, 64, 8, dtype=dtype), offs=ends)
+
+
+def causal(size):
+    return torch.arange(size)[:, None] >= torch.arange(size)
+
+
+def test_large_values_are_withheld_until_they_may_be_read():
+    with Hollow(withholds=True) as hollow:
+        weight = torch.empty(1, 4096, 4096)
+        mask = torch.where(causal(4096), 0.0, float("-inf"))[None]
+        assert hollow.is_hollow(mask)
+        assert mask.shape == weight.shape
+        assert (weight + mask).shape == weight.shape
+        # What is made of something hollow has no values, whatever is withheld.
+        assert float((weight + mask).sum()) == 0
+        for read in (
+            lambda: mask.all(),
+            lambda: mask[0, 0, :8],
+            lambda: mask.nonzero(),
+            lambda: torch.ones(8).copy_(mask.view(-1)[:8]),
+        ):
+            with pytest.raises(NeedsValuesError):
+                read()
+    with Hollow() as hollow:
+        assert causal(4096)[1].sum() == 2
+
+
+def test_small_values_are_never_withheld():
+    with Hollow(withholds=True) as hollow:
+        torch.empty(4096, 4096)
+        mask = causal(64)
+        assert not hollow.is_hollow(mask)
+        assert mask.sum() == 64 * 65 // 2
