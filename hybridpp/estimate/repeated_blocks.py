@@ -288,7 +288,8 @@ def with_repeated_blocks(run: ModelRun, left_out: Sequence[Repeated]) -> ModelRu
     for row in left_out:
         names = [call.name for call in run.calls]
         first = names.index(row.names[0])
-        is_there = names[first : first + len(row.names)] == list(row.names) and len(set(names)) == len(names)
+        is_there = names[first : first + len(row.names)] == list(row.names)
+        is_there &= sum(name in row.names for name in names) == len(row.names)
         # What was left out has neighbours that ran.
         start, end = first - (row.reach + 2) * row.period, first + len(row.names) + row.reach * row.period
         if not is_there or start < 0 or end > len(names):

@@ -111,10 +111,9 @@ class Hollow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
         kwargs = kwargs or {}
         if func in _EMPTY or func in _ZEROS:
             return self._empty(func, args, kwargs)
-        found = self._found((args, kwargs)) if self._hollow else _VALUES
         if func.is_view or func in UNDECLARED_VIEWS or not isinstance(func, OpOverload):
-            result = func(*args, **kwargs)
-            return _unread(result) if found == _WITHHELD else result
+            return func(*args, **kwargs)
+        found = self._found((args, kwargs)) if self._hollow else _VALUES
         if found == _VALUES:
             may_be = self._withholds and any(one.device.type == "cpu" for one in _tensors((args, kwargs)))
             withheld = self._withheld_result(func, args, kwargs) if may_be else None
@@ -231,17 +230,6 @@ def _tensors(given: Any) -> Iterator[Tensor]:
     elif isinstance(given, list | tuple | dict):
         for one in given.values() if isinstance(given, dict) else given:
             yield from _tensors(one)
-
-
-def _unread(view: Any) -> Any:
-    """A view of what is withheld.
-
-    Raises:
-        NeedsValuesError: it is so small that it may be read.
-    """
-    if isinstance(view, Tensor) and view.numel() * view.dtype.itemsize < _READ_BYTES:
-        raise NeedsValuesError
-    return view
 
 
 class _Spec:

@@ -224,6 +224,7 @@ class EstimateRuns:
 
     def _compute_masks(self) -> None:
         """From now on, all values that can be computed are: the model reads some of them."""
+        _LOGGER.debug("masks are computed, as the model may read them", exc_info=True)
         self._withholds = False
         self._ready.cache_clear()
 
