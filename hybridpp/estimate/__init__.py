@@ -16,7 +16,7 @@ from hybridpp.estimate.layout_estimate import (
 from hybridpp.estimate.measure_device import clock_of, measure_device, measure_links
 from hybridpp.estimate.model_run import Memory, ModelRun
 from hybridpp.estimate.op_log import Op, OpLog, Ops
-from hybridpp.estimate.rank_memory import RankState, StepPeak, step_peak
+from hybridpp.estimate.rank_memory import ProgramPeak, RankState, StepPeak, step_peak
 from hybridpp.estimate.repeated_blocks import NotPeriodicError, Repeated, repeated_blocks, with_repeated_blocks
 from hybridpp.estimate.roofline import roofline, with_sums
 from hybridpp.estimate.scaled_run import BASES, scaled_run
@@ -59,6 +59,7 @@ __all__ = [
     "Op",
     "OpLog",
     "Ops",
+    "ProgramPeak",
     "RankEstimate",
     "RankState",
     "Repeated",

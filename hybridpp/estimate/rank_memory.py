@@ -3,6 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy
+from numpy.typing import NDArray
+
 from hybridpp.estimate.stage_memory import Held, StageMemory
 from hybridpp.schedule import Action, ActionKind, Program
 
@@ -147,3 +150,50 @@ def step_peak(
         walk.release(sends)
         walk.run(action)
     return walk.peak
+
+
+class ProgramPeak:
+    """The most that a rank holds at once in a program, for any memory of its stages; messages are counted elsewhere.
+
+    Moments in which the rank does the same with as many micro-batches of each stage are one: a program has few.
+
+    Args:
+        program: of compute actions.
+    """
+
+    def __init__(self, program: Program):
+        self._stages = sorted({action.stage for action in program})
+        counts = [0] * (2 * len(self._stages))
+        moments: dict[tuple[int, ...], Action] = {}
+        for action in program:
+            held = self._stages.index(action.stage)
+            waiting = held + len(self._stages)
+            match action.kind:
+                case ActionKind.FORWARD:
+                    moments.setdefault((3 * held, *counts), action)
+                    counts[held] += 1
+                case ActionKind.BACKWARD | ActionKind.INPUT_GRADIENT:
+                    counts[held] -= 1
+                    moments.setdefault((3 * held + 1, *counts), action)
+                    counts[waiting] += action.kind is ActionKind.INPUT_GRADIENT
+                case _:
+                    counts[waiting] -= 1
+                    moments.setdefault((3 * held + 2, *counts), action)
+        self._actions = list(moments.values())
+        table = numpy.array(list(moments), dtype=numpy.int64).reshape(len(moments), 1 + len(counts))
+        self._runs, self._counts = table[:, 0], table[:, 1:]
+
+    def of(self, memories: Sequence[StageMemory]) -> StepPeak:
+        """The most, when these are the memories of all stages."""
+        if not self._actions:
+            return StepPeak()
+        own = [memories[stage] for stage in self._stages]
+        during = [one for memory in own for one in (memory.forward, memory.backward, Held(memory.waiting))]
+        kept = [*(memory.held for memory in own), *(Held(memory.waiting) for memory in own)]
+        here = self._counts @ _table(kept) + _table(during)[self._runs]
+        at = int(here.sum(axis=1).argmax())
+        return StepPeak(int(here[at, 0]), int(here[at, 1]), 0, self._actions[at])
+
+
+def _table(held: Sequence[Held]) -> NDArray[numpy.int64]:
+    return numpy.array(held, dtype=numpy.int64)

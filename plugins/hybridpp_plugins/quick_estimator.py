@@ -18,6 +18,7 @@ from hybridpp.estimate import (
     JobSizes,
     LayoutEstimate,
     ModelRun,
+    ProgramPeak,
     RankEstimate,
     RankState,
     StageMemory,
@@ -30,7 +31,6 @@ from hybridpp.estimate import (
     scaled_run,
     stage_costs,
     stage_memory,
-    step_peak,
     step_time,
     update_ms,
     with_sums,
@@ -108,6 +108,7 @@ class QuickEstimator:
         self._simple_times = cache(self._make_simple_times)
         self._memories = cache(self._make_memories)
         self._works = cache(self._make_works)
+        self._program_peaks = cache(self._make_program_peaks)
         self._peaks = cache(self._make_peaks)
 
     def bound_ms(self, sizes: JobSizes, settings: Mapping[str, Any]) -> float:
@@ -304,18 +305,20 @@ class QuickEstimator:
 
     def _make_peaks(self, key: _Key, num_microbatches: int) -> tuple[StepPeak, ...]:
         planner = self._planner(key.schedule, key.pp_size)
-        step = self._step(key.schedule, key.pp_size, num_microbatches)
-        programs = step.programs
-        if step.holds_more:
-            programs = self._programs(key.schedule, key.pp_size, num_microbatches).programs
         memories = self._memories(self._kind(key, planner.splits_backward), len(planner.placement))
         peaks = []
-        for position, program in enumerate(programs):
-            own = {stage: memories[stage] for stage, at in enumerate(planner.placement) if at == position}
-            peak = step_peak(program, [()] * len(program), {s: _without_messages(m) for s, m in own.items()})
-            messages = _MESSAGES * sum(m.incoming + m.outgoing_gradients + m.incoming_gradients for m in own.values())
-            peaks.append(StepPeak(peak.activations, peak.logits, messages, peak.action))
+        for position, program in enumerate(self._program_peaks(key.schedule, key.pp_size, num_microbatches)):
+            own = [memories[stage] for stage, at in enumerate(planner.placement) if at == position]
+            messages = _MESSAGES * sum(m.incoming + m.outgoing_gradients + m.incoming_gradients for m in own)
+            peaks.append(replace(program.of(memories), messages=messages))
         return tuple(peaks)
+
+    def _make_program_peaks(self, schedule: str | None, pp_size: int, num_microbatches: int) -> tuple[ProgramPeak, ...]:
+        step = self._step(schedule, pp_size, num_microbatches)
+        programs = step.programs
+        if step.holds_more:
+            programs = self._programs(schedule, pp_size, num_microbatches).programs
+        return tuple(map(ProgramPeak, programs))
 
     def _state(self, key: _Key, position: int, grid: Grid) -> RankState:
         elements, weights, frozen, _ = self._position_sums(key.tp_size, key.pp_size, key.schedule)[position]
@@ -377,10 +380,6 @@ def _grid(sizes: JobSizes, settings: Mapping[str, Any]) -> Grid:
     num_replicas = sizes.world_size // (tp_size * pp_size)
     zero = ZeroConfig(zero_stage=settings.get("zero_stage", 0)).among(num_replicas)
     return Grid(tp_size=tp_size, pp_size=pp_size, num_replicas=num_replicas, zero=zero)
-
-
-def _without_messages(memory: StageMemory) -> StageMemory:
-    return replace(memory, outgoing=0, incoming_gradients=0)
 
 
 _NO_TIME = StepTime(step_ms=0.0, passes_ms=0.0, update_ms=0.0, busy_ms=0.0, idle_share=0.0)

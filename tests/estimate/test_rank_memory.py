@@ -1,8 +1,8 @@
 import pytest
 
-from hybridpp.estimate import Held, StageMemory, step_peak
+from hybridpp.estimate import Held, ProgramPeak, StageMemory, step_peak
 from hybridpp.pipeline import rank_programs
-from hybridpp.schedule import make_schedule
+from hybridpp.schedule import make_schedule, placement
 
 
 def stage(is_last, **more):
@@ -38,3 +38,16 @@ def test_what_waits_for_w_is_held_until_then():
     without = step_peak(program.actions, program.completed_sends, {0: stage(False)})
     waiting = step_peak(program.actions, program.completed_sends, {0: stage(False, waiting=400)})
     assert waiting.activations > without.activations
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "v-half"])
+def test_the_peak_of_a_program_is_that_of_its_walk(schedule):
+    programs = make_schedule(schedule, 4, 12)
+    ranks = placement(programs)
+    memories = [
+        StageMemory(held=Held(100 + 7 * at), forward=Held(130 - at), backward=Held(150 + at, at), waiting=60 + 11 * at)
+        for at in range(len(ranks))
+    ]
+    for rank, program in enumerate(programs):
+        own = {stage: memories[stage] for stage, at in enumerate(ranks) if at == rank}
+        assert ProgramPeak(program).of(memories) == step_peak(program, [()] * len(program), own)
