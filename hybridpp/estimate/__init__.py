@@ -19,7 +19,7 @@ from hybridpp.estimate.op_log import Op, OpLog, Ops
 from hybridpp.estimate.rank_memory import ProgramPeak, RankState, StepPeak, step_peak
 from hybridpp.estimate.repeated_blocks import NotPeriodicError, Repeated, repeated_blocks, with_repeated_blocks
 from hybridpp.estimate.roofline import roofline, with_sums
-from hybridpp.estimate.scaled_run import BASES, scaled_run
+from hybridpp.estimate.scaled_run import BASES, scaled_memories, scaled_run, scaled_times
 from hybridpp.estimate.search import SearchResult, SearchSpace, search
 from hybridpp.estimate.stage_memory import Held, StageMemory, stage_memory
 from hybridpp.estimate.step_time import (
@@ -85,7 +85,9 @@ __all__ = [
     "rank_ends",
     "repeated_blocks",
     "roofline",
+    "scaled_memories",
     "scaled_run",
+    "scaled_times",
     "search",
     "stage_costs",
     "stage_memory",

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
 
-from hybridpp.nn.torch_private import FakeTensor, TorchDispatchMode, place_of, pytree, storage_id
+from hybridpp.nn.torch_private import FakeTensor, TorchDispatchMode, place_of, storage_id
 
 
 class Allocation:
@@ -51,15 +51,16 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._note(result, args, kwargs)
+        if not getattr(func, "is_view", False):
+            self._note(result, args, kwargs)
         return result
 
     def _note(self, result: Any, args: Any, kwargs: Any) -> None:
-        for leaf in _tensors(result):
+        for leaf in tensors_in(result):
             if leaf.is_meta or isinstance(leaf, FakeTensor):
                 continue
             key = storage_id(leaf)
-            if key not in self._alive and all(storage_id(one) != key for one in _tensors((args, kwargs))):
+            if key not in self._alive and all(storage_id(one) != key for one in tensors_in((args, kwargs))):
                 self._follow(leaf)
 
     def _follow(self, tensor: Tensor) -> None:
@@ -106,9 +107,12 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
             yield
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    if isinstance(tree, Tensor):
-        return [tree]
-    if isinstance(tree, list | tuple | dict):
-        return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+def tensors_in(given: Any) -> list[Tensor]:
+    """The tensors among what an operator is given, or returns."""
+    if isinstance(given, Tensor):
+        return [given]
+    if isinstance(given, list | tuple):
+        return [leaf for one in given for leaf in tensors_in(one)]
+    if isinstance(given, dict):
+        return [leaf for one in given.values() for leaf in tensors_in(one)]
     return []

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybridpp.estimate.allocations import Allocation, AllocationLog
+from hybridpp.estimate.allocations import Allocation, AllocationLog, tensors_in
 from hybridpp.nn.torch_private import (
     ATTENTION_BACKWARD_OPS,
     ATTENTION_OPS,
@@ -176,10 +176,12 @@ class OpLog(AllocationLog):  # type: ignore[no-untyped-call]  # torch's __init_s
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if getattr(func, "is_view", False):
+            return func(*args, **(kwargs or {}))
         before, event = self._counter.get_total_flops(), self.event
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if not getattr(func, "is_view", False) and func not in UNDECLARED_VIEWS:
-            given, returned = _all_tensors((args, kwargs or {})), _all_tensors(result)
+        if func not in UNDECLARED_VIEWS:
+            given, returned = tensors_in((args, kwargs or {})), tensors_in(result)
             if (given or returned) and _name(func) not in _EMPTY:
                 self._add(func, given, returned, self._counter.get_total_flops() - before, event)
         return result
@@ -272,17 +274,8 @@ def _moved(name: str, given: list[Tensor], returned: list[Tensor]) -> int:
 
 def _num_bytes(tensor: Tensor) -> int:
     """Of what a tensor has in memory: what is expanded is there once."""
-    if 0 not in tensor.stride():
-        return tensor.numel() * tensor.dtype.itemsize
-    sizes = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not size]
+    strides = tensor.stride()
+    if 0 not in strides:
+        return tensor.nbytes
+    sizes = [size for size, stride in zip(tensor.shape, strides, strict=True) if stride or not size]
     return torch.Size(sizes).numel() * tensor.dtype.itemsize
-
-
-def _all_tensors(tree: Any) -> list[Tensor]:
-    if isinstance(tree, Tensor):
-        return [tree]
-    if isinstance(tree, list | tuple):
-        return [leaf for one in tree for leaf in _all_tensors(one)]
-    if isinstance(tree, dict):
-        return [leaf for one in tree.values() for leaf in _all_tensors(one)]
-    return []

@@ -1,7 +1,8 @@
 """Estimates that cost milliseconds, for a search among thousands of layouts.
 
-Micro-batches of more than four samples are not run but extrapolated (``scaled_run``), buckets have no padding, messages
-are counted at their most, and of many micro-batches the last ones are continued by a line.
+Micro-batches of more than four samples are not run but extrapolated (``scaled_run``, or else their times and memory),
+buckets have no padding, messages are counted at their most, and of many micro-batches the last ones are continued by a
+line.
 """
 
 from collections.abc import Mapping
@@ -28,7 +29,9 @@ from hybridpp.estimate import (
     UnitTimes,
     rank_ends,
     roofline,
+    scaled_memories,
     scaled_run,
+    scaled_times,
     stage_costs,
     stage_memory,
     step_time,
@@ -253,12 +256,17 @@ class QuickEstimator:
         shards = parsed.parallel.enable_sequence_parallelism
         return RunKind(key.tp_size, shards, key.microbatch_size, frozenset(blocks), splits)
 
-    def _make_run(self, kind: RunKind) -> ModelRun:
-        units = self._runs.traced(kind.tp_size, kind.shards_sequences, 1, self._traced_for).found.units
+    def _make_run(self, kind: RunKind) -> ModelRun | None:
+        """The run; None: it is larger than those that are made, and does not follow from them."""
         if kind.microbatch_size > max(BASES):
-            few, more = (self._run(replace(kind, microbatch_size=size)) for size in BASES)
-            if (found := scaled_run(few, more, kind.microbatch_size)) is not None:
+            few, more = map(self._made_run, _bases(kind))
+            found = scaled_run(few, more, kind.microbatch_size)
+            if found is not None or [call.name for call in few.calls] == [call.name for call in more.calls]:
                 return found
+        return self._made_run(kind)
+
+    def _made_run(self, kind: RunKind) -> ModelRun:
+        units = self._runs.traced(kind.tp_size, kind.shards_sequences, 1, self._traced_for).found.units
         return self._runs.run(kind, units, settled=False)
 
     def _measured(self, kind: RunKind) -> UnitTimes | None:
@@ -268,20 +276,26 @@ class QuickEstimator:
 
     def _make_times(self, kind: RunKind) -> UnitTimes:
         device, run = self._given.device, self._run(kind)
-        measured = self._measured(kind)
-        return with_sums(measured, run, device, kind.tp_size) if measured else roofline(run, device, kind.tp_size)
+        if (measured := self._measured(kind)) is not None:
+            return with_sums(measured, run or self._made_run(kind), device, kind.tp_size)
+        if run is None:
+            few, more = map(self._times, _bases(kind))
+            return scaled_times(few, more, kind.microbatch_size)
+        return roofline(run, device, kind.tp_size)
 
     def _make_simple_times(self, tp_size: int, microbatch_size: int) -> UnitTimes:
         """Times without recomputation, of two runs for every size."""
         kind = RunKind(tp_size, self._parallel(tp_size).parallel.enable_sequence_parallelism, microbatch_size)
         if (measured := self._measured(kind)) is not None:
             return measured
-        few, more = (self._run(replace(kind, microbatch_size=size)) for size in BASES)
-        run = scaled_run(few, more, microbatch_size) or self._run(kind)
-        return roofline(run, self._given.device, tp_size)
+        few, more = map(self._times, _bases(kind))
+        return scaled_times(few, more, microbatch_size) if few.names == more.names else self._times(kind)
 
     def _make_memories(self, kind: RunKind, num_stages: int) -> tuple[StageMemory, ...]:
         cut, run = self._cut(kind.tp_size, num_stages), self._run(kind)
+        if run is None:
+            few, more = (self._memories(base, num_stages) for base in _bases(kind))
+            return scaled_memories(few, more, kind.microbatch_size)
         blocks = set(cut.traced.found.blocks)
         last_block = max((index for index, call in enumerate(run.calls) if call.name in blocks), default=0)
         size = kind.microbatch_size
@@ -373,6 +387,11 @@ def _key(sizes: JobSizes, settings: Mapping[str, Any]) -> _Key:
         "gradient_checkpoint_config" in settings,
         sizes.microbatch_size,
     )
+
+
+def _bases(kind: RunKind) -> tuple[RunKind, ...]:
+    """The same with the few samples from which many follow."""
+    return tuple(replace(kind, microbatch_size=size) for size in BASES)
 
 
 def _grid(sizes: JobSizes, settings: Mapping[str, Any]) -> Grid:

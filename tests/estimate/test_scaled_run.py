@@ -1,10 +1,12 @@
+import pytest
 import torch
 from hybridpp_plugins.estimate_batch import BatchSource
 from hybridpp_plugins.estimate_runs import EstimateRuns, RunKind
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hybridpp.config import Precision
-from hybridpp.estimate import BASES, scaled_run
+from hybridpp.estimate import BASES, DEVICES, roofline, scaled_memories, scaled_run, scaled_times, stage_memory
+from hybridpp.partition import StagePlan
 
 
 def gpt2():
@@ -35,3 +37,32 @@ def test_runs_of_different_models_are_not_continued():
         runs = EstimateRuns(model, precision=Precision.FP32, batches=BatchSource(sequence_length=32))
         made.append(runs.run(RunKind(microbatch_size=size), runs.traced(1, False, 1, 2).found.units))
     assert scaled_run(*made, 8) is None
+
+
+class Images(torch.nn.Module):
+    """Goes through samples one by one."""
+
+    def __init__(self):
+        super().__init__()
+        self.each = torch.nn.Linear(64, 64)
+
+    def forward(self, x):
+        return torch.stack([self.each(one).relu() for one in x])
+
+
+def test_times_and_memory_are_continued_where_runs_are_not_alike():
+    with torch.device("meta"):
+        model = torch.nn.Sequential(Images(), torch.nn.Linear(64, 64))
+    batches = BatchSource(sample=torch.randn(2, 128, 64), criterion=lambda outputs, inputs: outputs.square().sum())
+    runs = EstimateRuns(model, precision=Precision.FP32, batches=batches)
+    found = runs.traced(1, False, 1, 1).found
+    few, more, made = (runs.run(RunKind(microbatch_size=size), found.units) for size in (*BASES, 16))
+    assert scaled_run(few, more, 16) is None
+    cpu = DEVICES["cpu"]
+    times = scaled_times(roofline(few, cpu), roofline(more, cpu), 16)
+    assert times.end == pytest.approx(roofline(made, cpu).end, rel=0.02)
+    memories = [(stage_memory(run, StagePlan(), 0),) for run in (few, more, made)]
+    (memory,) = scaled_memories(*memories[:2], 16)
+    expected = memories[2][0]
+    assert memory.held.total == pytest.approx(expected.held.total, rel=0.02)
+    assert memory.backward.total == pytest.approx(expected.backward.total, rel=0.05)
