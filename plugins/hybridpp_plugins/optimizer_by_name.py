@@ -13,7 +13,7 @@ from hybridpp.checkpoint.writer import Holding
 from hybridpp.errors import CheckpointError
 from hybridpp.optim import optimizer_name
 from hybridpp_plugins.rank_shares import RankShares
-from hybridpp_plugins.stored_values import is_like
+from hybridpp_plugins.stored_values import check_settings, is_count
 
 # How steps are computed, which is the run's own choice and not what it computes.
 _IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
@@ -125,7 +125,8 @@ class OptimizerByName:
                 f"the optimizer had {len(there)} parameter groups, and has {len(names_of_all_ranks)} here. Make the "
                 "same groups"
             )
-        self._check_values(stored["settings"])
+        for index, settings in enumerate(stored["settings"]):
+            check_settings(self._optimizer, index, _decoded(settings))
         for index, (saved, here) in enumerate(zip(there, names_of_all_ranks, strict=True)):
             if different := sorted(saved ^ set(here)):
                 where = "there" if different[0] in saved else "here"
@@ -141,16 +142,6 @@ class OptimizerByName:
                     f"the state of an optimizer with {', '.join(unknown)} cannot be loaded into {self.kind}. Use the "
                     "same one"
                 )
-
-    def _check_values(self, stored: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse settings that are no values of these."""
-        for index, (group, saved) in enumerate(zip(self._optimizer.param_groups, stored, strict=True)):
-            for key, value in _decoded(saved).items():
-                if value is not None and not is_like(value, group.get(key)):
-                    raise CheckpointError(
-                        f"group {index} of the optimizer has {key!r:.80} = {value!r:.80} there, and "
-                        f"{group.get(key)!r:.80} here. Restore the files from a copy"
-                    )
 
     def planned_state(
         self, described: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, TensorEntry]
@@ -169,6 +160,11 @@ class OptimizerByName:
             state[name] = {}
             for key, (kind, *value) in described[name].items():
                 state[name][key] = decode(value[0]) if kind == _VALUE else self._made(name, tensor, key, kind, tensors)
+                if key == "step" and kind == _VALUE and not is_count(state[name][key]):
+                    raise CheckpointError(
+                        f"the state of {name!r:.120} has {key!r} = {state[name][key]!r:.80}, which is no number of "
+                        "steps. Restore the files from a copy"
+                    )
                 if kind == _LIKE:
                     made = state[name][key]
                     shape, parts = self._shares.full_shape(name, tensor), self._shares.parts(name, made)
@@ -206,7 +202,7 @@ class OptimizerByName:
 
 
 def _decoded(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: decode(value) for key, value in settings.items()}
+    return {key: decode(value) for key, value in settings.items() if key not in _NO_SETTINGS}
 
 
 def merged_groups(rows: Iterable[Sequence[Sequence[str]]]) -> list[list[str]]:

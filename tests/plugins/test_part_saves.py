@@ -2,10 +2,13 @@
 
 import errno
 import functools
+import json
 import re
+import shutil
 
 import pytest
 import torch
+from checkpoint.test_manifest import signed_text
 from run_checkpoints import on_layout
 from support import assert_same
 from torch import nn
@@ -233,6 +236,50 @@ def test_the_state_of_another_optimizer_is_refused(saved, make_optimizer, text):
         assert "does not fit this optimizer of a TiedModel: it was saved with a TiedModel, and" in str(raised.value)
 
     on_layout(rank, dp_size=2)
+
+
+def edited(folder, change):
+    """Edit the optimizer in a manifest, which gets the digest of it, as whoever edits on purpose would give it."""
+    content = json.loads(b"{" + (folder / MANIFEST).read_bytes().partition(b"\n")[2])
+    change(content["state"]["optimizer"])
+    (folder / MANIFEST).write_bytes(signed_text(json.dumps(content)))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda saved: saved["settings"][1].update(lr=-5), "group 1 of the optimizer has 'lr' = -5 there, which AdamW"),
+        (
+            lambda saved: saved["state"]["embed.weight"].update(step=["value", "x"]),
+            "the state of 'embed.weight' has 'step' = 'x', which is no number of steps.",
+        ),
+    ],
+)
+def test_edited_settings_and_counts_are_refused_on_every_rank(saved, tmp_path, change, text):
+    folder = shutil.copytree(saved / "optimizer.pth", tmp_path / "edited")
+    edited(folder, change)
+
+    def rank(make):
+        run = make()
+        before = run.everything()
+        with pytest.raises(CheckpointError, match=re.escape(text)):
+            run.booster.load_optimizer(run.optimizer, folder)
+        assert_same(run.everything()[0], before[0])
+
+    on_layout(rank, dp_size=2)
+
+
+def test_the_kernels_of_an_edited_manifest_are_not_taken(saved, tmp_path):
+    folder = shutil.copytree(saved / "optimizer.pth", tmp_path / "edited")
+    edited(folder, lambda saved: saved["settings"][0].update(fused="x"))
+
+    def rank(make):
+        run = make()
+        before = [group["fused"] for group in run.optimizer.param_groups]
+        run.booster.load_optimizer(run.optimizer, folder)
+        assert [group["fused"] for group in run.optimizer.param_groups] == before
+
+    on_layout(rank)
 
 
 def trained(widths, names="abc"):

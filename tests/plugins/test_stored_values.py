@@ -1,10 +1,11 @@
 """Values of a checkpoint that do not fit what takes them are found before anything changes."""
 
 import copy
+import functools
 
 import pytest
 import torch
-from hybridpp_plugins.stored_values import check_extra_state, check_schedule, is_like
+from hybridpp_plugins.stored_values import check_extra_state, check_schedule, check_settings, is_count, is_like
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
 
@@ -12,7 +13,8 @@ from hybridpp.errors import CheckpointError
 
 
 def test_numbers_stand_for_numbers_and_lists_for_lists_as_long():
-    for saved, here in ((1, 2.0), (torch.tensor(0.1), 1e-3), ((0.9, 0.99), [0.9, 0.95]), ("a", None), (None, None)):
+    betas = (0.9, 0.99), [0.9, 0.95]
+    for saved, here in ((1, 2.0), (torch.tensor(0.1), 1e-3), betas, ("a", None), (None, None), (1, True)):
         assert is_like(saved, here)
     for saved, here in (
         ("1", 1),
@@ -21,9 +23,89 @@ def test_numbers_stand_for_numbers_and_lists_for_lists_as_long():
         (("a", 1), (1, 1)),
         (1, "sum"),
         (torch.ones(2), 1),
+        (2, True),
+        ("yes", False),
+        (True, 0.5),
         ([0, None], [0, 0]),
     ):
         assert not is_like(saved, here)
+
+
+class Sharp(torch.optim.Optimizer):
+    """An optimizer as scripts have them: with arguments that are no settings, and a rate above 0."""
+
+    def __init__(self, params, rho, lr=0.1, max_norm=1.0):
+        if lr <= 0.0 or not rho:
+            raise ValueError(f"wrong lr: {lr}")
+        super().__init__(params, {"lr": lr, "max_norm": max_norm})
+
+
+class Positive(Sharp):
+    def __init__(self, params, lr=0.1, max_norm=1.0):
+        super().__init__(params, 1, lr, max_norm)
+
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+
+
+def climbing(parameters):
+    """An optimizer whose script sets what no constructor takes."""
+    optimizer = SGD(parameters)
+    optimizer.param_groups[0]["lr"] = -1.0
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "saved", "text"),
+    [
+        (torch.optim.AdamW, {"lr": -5}, "'lr' = -5 there, which AdamW refuses: ValueError: Invalid learning rate: -5."),
+        (torch.optim.AdamW, {"lr": None}, "'lr' = None there, which AdamW refuses: TypeError: "),
+        (torch.optim.AdamW, {"lr": 1j, "initial_lr": 1.0}, "'lr' = 1j there, which AdamW refuses: TypeError: "),
+        (torch.optim.AdamW, {"betas": (0.9, 1.5)}, "'betas' = (0.9, 1.5) there, which AdamW refuses: ValueError: "),
+        (torch.optim.AdamW, {"eps": -1, "lr": 0.0}, "'eps' = -1 there, which AdamW refuses: ValueError: Invalid eps"),
+        (torch.optim.AdamW, {"weight_decay": 1e300}, "'weight_decay' = 1e+300 there, which no float32 holds."),
+        (torch.optim.AdamW, {"betas": (0.9, float("nan"))}, "'betas' = (0.9, nan) there, which no float32 holds."),
+        (torch.optim.AdamW, {"amsgrad": "yes"}, "'amsgrad' = 'yes' there, and False here."),
+        (torch.optim.AdamW, {"maximize": None}, "'maximize' = None there, and False here."),
+        (SGD, {"lr": float("inf")}, "'lr' = inf there, which no float32 holds."),
+        (SGD, {"momentum": -1.0}, "'momentum' = -1.0 there, which SGD refuses: ValueError: Invalid momentum value"),
+        (SGD, {"lr": -5.0, "momentum": -1.0}, "has settings there that SGD refuses: ValueError: Invalid learning rate"),
+        (Positive, {"lr": -0.1}, "'lr' = -0.1 there, which Positive refuses: ValueError: wrong lr: -0.1."),
+    ],
+)
+def test_settings_that_the_class_of_the_optimizer_refuses_are_named(make, saved, text):
+    optimizer = make([nn.Parameter(torch.ones(2))])
+    before = repr(optimizer.param_groups)
+    with pytest.raises(CheckpointError, match=r"group 0 of the optimizer has .*Restore the files") as raised:
+        check_settings(optimizer, 0, saved)
+    assert text in str(raised.value)
+    assert repr(optimizer.param_groups) == before
+
+
+@pytest.mark.parametrize(
+    ("make", "saved"),
+    [
+        (torch.optim.AdamW, {"lr": 0, "initial_lr": 0.1, "betas": [0, 0.5], "weight_decay": 1}),
+        (torch.optim.AdamW, {"lr": torch.tensor(0.1), "capturable": True, "fused": None, "name": "head"}),
+        (torch.optim.AdamW, {"lr": -1e-19, "initial_lr": 1e-3, "amsgrad": 1}),  # as CosineAnnealingLR may end
+        (SGD, {"momentum": 0.9, "nesterov": True}),
+        (functools.partial(SGD, momentum=0.9, nesterov=True), {"momentum": 0, "nesterov": False}),
+        (climbing, {"lr": -2.0}),
+        (functools.partial(Sharp, rho=1), {"lr": -5}),  # which nobody can construct from settings
+        (Positive, {"lr": 0, "max_norm": float("inf")}),
+        (functools.partial(Positive, lr=0.5), {"lr": 0.0, "initial_lr": 0.5}),
+        (torch.optim.Adafactor, {"eps": (None, 1e-3)}),
+        (torch.optim.LBFGS, {"line_search_fn": "strong_wolfe"}),
+    ],
+)
+def test_settings_that_scripts_and_schedules_make_are_taken(make, saved):
+    check_settings(make([nn.Parameter(torch.ones(2))]), 0, saved)
+
+
+@pytest.mark.parametrize("wrong", ["x", None, -1, 1j, float("nan"), [1]])
+def test_numbers_of_steps_are_counts(wrong):
+    assert not is_count(wrong)
+    assert all(map(is_count, (0, 3, 3.0, torch.tensor(5.0))))
 
 
 def schedules():
