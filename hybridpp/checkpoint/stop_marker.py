@@ -4,9 +4,13 @@ The next resume removes it, and so does a save of a run that was not told to sto
 """
 
 import json
+import re
+import secrets
 import signal
 
 from hybridpp.checkpoint.remote_path import AnyPath, RemotePath
+
+_TEMPORARY = re.compile(r"interrupted\.[0-9a-f]{8}\.tmp", re.ASCII)
 
 
 def marker_path(path: AnyPath) -> AnyPath:
@@ -31,8 +35,10 @@ def write_marker(path: AnyPath, step: int, signal_number: int) -> None:
     if isinstance(marker, RemotePath):
         marker.write_bytes(data)
         return
-    temporary = marker.with_suffix(".tmp")
-    temporary.unlink(missing_ok=True)  # of a killed process, or a link, through which nothing is written
+    for left in path.iterdir():
+        if _TEMPORARY.fullmatch(left.name) and (left.is_symlink() or not left.is_dir()):
+            left.unlink(missing_ok=True)  # of a killed process
+    temporary = marker.with_suffix(f".{secrets.token_hex(4)}.tmp")
     with temporary.open("xb") as file:
         file.write(data)
     temporary.replace(marker)
@@ -45,5 +51,5 @@ def remove_marker(path: AnyPath) -> None:
         OSError: it cannot be removed.
     """
     marker = marker_path(path)
-    if marker.exists():
+    if marker.exists() or marker.is_symlink():  # also a link to nothing
         marker.unlink(missing_ok=True)

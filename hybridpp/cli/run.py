@@ -34,7 +34,7 @@ from hybridpp.cli.endpoint import wait_for_endpoint
 from hybridpp.cluster.exit_codes import FAILED, HANG, STOPPED
 from hybridpp.cluster.host_address import address_towards, addresses_of, is_loopback, is_own
 from hybridpp.cluster.launch import set_up_launcher
-from hybridpp.cluster.launcher_notes import any_launched, has_begun, has_launched, markers, num_ended
+from hybridpp.cluster.launcher_notes import any_launched, has_begun, has_launched, has_saved, markers, num_ended
 from hybridpp.cluster.stop_request import STOP_SIGNALS
 from hybridpp.errors import ConfigError
 
@@ -394,7 +394,7 @@ def _say_stopped(what: str) -> int:
 
 
 def _has_saved(notes: Path) -> bool:
-    return any(as_path(marker).exists() for marker in markers(notes))
+    return has_saved(notes) or any(as_path(marker).is_file() for marker in markers(notes))
 
 
 def _say(text: str) -> None:

@@ -21,7 +21,7 @@ LAUNCHER = "HYBRIDPP_LAUNCHER"
 _LOGGER = logging.getLogger("hybridpp")
 # For the last save of ranks whose launcher was killed.
 _PATIENCE_S, _POLL_S = 240.0, 0.2
-_BEGUN, _ENDED, _MARKER, _LAUNCHED = "begun", "ended", "marker", "launched"
+_BEGUN, _ENDED, _MARKER, _SAVED, _LAUNCHED = "begun", "ended", "marker", "saved", "launched"
 
 
 class LauncherNotes:
@@ -78,7 +78,7 @@ class LauncherNotes:
     def clear(self) -> None:
         """Remove what this rank left in an earlier attempt of the job."""
         if self._folder is not None:
-            for kind in (_BEGUN, _ENDED, _MARKER):
+            for kind in (_BEGUN, _ENDED, _MARKER, _SAVED):
                 self._path(kind).unlink(missing_ok=True)
 
     def step_done(self) -> None:
@@ -92,6 +92,10 @@ class LauncherNotes:
     def will_mark(self, path: object) -> None:
         """A checkpoint is being written because the job was told to stop; once it counts, ``path`` exists."""
         self._write(_MARKER, str(path))
+
+    def saved(self) -> None:
+        """That checkpoint counts, whether or not ``path`` could be written."""
+        self._write(_SAVED)
 
     def _path(self, kind: str) -> Path:
         assert self._folder is not None
@@ -122,6 +126,11 @@ def any_launched(folder: Path) -> bool:
 def num_ended(folder: Path) -> int:
     """How many ranks left the job without an error."""
     return len(list(folder.glob(f"{_ENDED}-*")))
+
+
+def has_saved(folder: Path) -> bool:
+    """Whether a rank of this host has written a checkpoint of the stopped job that counts."""
+    return any(folder.glob(f"{_SAVED}-*"))
 
 
 def markers(folder: Path) -> Sequence[str]:

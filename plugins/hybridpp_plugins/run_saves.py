@@ -149,6 +149,7 @@ class RunContents:
         path, problems = self._path, []
         try:
             if self._stop_signal:
+                self._layout.world.stop.notes.saved()
                 write_marker(path, self.step, self._stop_signal)
             else:
                 remove_marker(path)

@@ -28,11 +28,27 @@ def test_removing_it_twice_is_no_error(folder):
     assert not marker_path(folder).exists()
 
 
-def test_it_is_written_through_no_link(tmp_path):
+def test_it_replaces_a_link_and_writes_through_none(tmp_path):
     folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     folder.mkdir()
     elsewhere.write_text("mine")
-    (folder / "interrupted.tmp").symlink_to(elsewhere)
+    for name in ("interrupted.json", "interrupted.0123abcd.tmp", "interrupted.tmp"):
+        (folder / name).symlink_to(elsewhere)
     write_marker(folder, 1, signal.SIGTERM)
     assert elsewhere.read_text() == "mine"
     assert not marker_path(folder).is_symlink()
+    assert sorted(path.name for path in folder.iterdir()) == ["interrupted.json", "interrupted.tmp"]
+
+
+def test_folders_of_such_names_are_in_no_ones_way(tmp_path):
+    for name in ("interrupted.tmp", "interrupted.0123abcd.tmp"):
+        (tmp_path / name / "inside").mkdir(parents=True)
+    write_marker(tmp_path, 1, signal.SIGTERM)
+    assert marker_path(tmp_path).is_file()
+    assert (tmp_path / "interrupted.0123abcd.tmp" / "inside").is_dir()
+
+
+def test_a_link_to_nothing_is_removed(tmp_path):
+    marker_path(tmp_path).symlink_to(tmp_path / "nothing")
+    remove_marker(tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -11,7 +11,8 @@ from trainer_job import samples
 
 from hybridpp import Booster, HybridParallelPlugin
 from hybridpp.checkpoint.commit import committed_steps
-from hybridpp.cluster import Loopback, current_world
+from hybridpp.cluster import LauncherNotes, Loopback, current_world
+from hybridpp.cluster.launcher_notes import has_saved
 
 
 def seen_after(number_of_calls, asked_before, *, rank=1, training=True, ahead=False, losses=True, **layout):
@@ -106,10 +107,13 @@ def test_a_save_of_a_run_that_goes_on_removes_the_marker(tmp_path):
 
 
 def test_a_marker_that_cannot_be_written_is_a_warning(tmp_path, caplog):
-    (tmp_path / "interrupted.tmp").mkdir()
+    (tmp_path / "interrupted.json").mkdir()
+    notes = LauncherNotes(tmp_path / "notes")
+    (tmp_path / "notes").mkdir()
 
     def run(make):
         run = make()
+        current_world().stop.notes = notes
         current_world().stop.own = signal.SIGTERM
         run.steps([0])
         run.booster.save(tmp_path, step=1)
@@ -117,3 +121,4 @@ def test_a_marker_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     on_layout(run, pp_size=1)
     assert committed_steps(tmp_path) == [1]
     assert "beside the checkpoint, something could not be written or removed" in caplog.text
+    assert has_saved(tmp_path / "notes")  # so hybridpp run does not say that nothing was saved
