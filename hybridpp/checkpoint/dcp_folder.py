@@ -67,10 +67,15 @@ class _SafeReader(FileSystemReader):
         found = _SafeUnpickler(io.BytesIO(data)).load()
         if not isinstance(found, Metadata) or not isinstance(found.storage_data, Mapping):
             raise ValueError("its .metadata is none of this format")
+        files = set[Path]()
         for stored in found.storage_data.values():
             name = getattr(stored, "relative_path", None)
             if not isinstance(name, str) or _DATA_FILE.fullmatch(name) is None:
                 raise ValueError(f"its .metadata names a file {name!r:.80}, which is none of such a folder")
+            files.add(self._folder / name)
+        for file in sorted(files):
+            if file.exists() and not file.is_file():  # to open a named pipe would wait for ever
+                raise ValueError(f"its file {file.name} is no regular file")
         if found.storage_meta is None:
             found.storage_meta = StorageMeta()
         found.storage_meta.load_id = self.load_id

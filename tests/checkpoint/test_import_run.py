@@ -168,6 +168,14 @@ class Evil:
         return (os.mkdir, ("evil",))
 
 
+def test_a_named_pipe_among_the_files_of_a_dcp_folder_is_no_wait(tmp_path, call):
+    with one_process():
+        dcp.save({"model": nn.Linear(2, 2).state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    (tmp_path / "dcp" / "__0_0.distcp").unlink()
+    os.mkfifo(tmp_path / "dcp" / "__0_0.distcp")
+    assert "its file __0_0.distcp is no regular file" in call("import", tmp_path / "dcp", tmp_path / "out", code=2)
+
+
 def test_no_code_of_a_dcp_folder_runs_and_no_file_outside_is_read(tmp_path, monkeypatch, call):
     monkeypatch.chdir(tmp_path)
     with one_process():
