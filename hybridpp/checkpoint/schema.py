@@ -74,10 +74,10 @@ def anything(value: Any, where: str) -> None:
 
 def integer(low: int = 0, high: int = LARGEST) -> Rule:
     """A whole number in a range; both ends are in it."""
+    what = f"a whole number from {low} to {high}"
 
     def rule(value: Any, where: str) -> None:
-        is_one = type(value) is int and low <= value <= high
-        require(is_one, where, value, f"a whole number from {low} to {high}")
+        require(type(value) is int and low <= value <= high, where, value, what)
 
     return rule
 
@@ -104,9 +104,10 @@ def text(pattern: str = "(?s:.*)", what: str = "text") -> Rule:
 
 def one_of(names: Collection[str]) -> Rule:
     """One of some texts."""
+    what = f"one of {', '.join(sorted(names))}"
 
     def rule(value: Any, where: str) -> None:
-        require(isinstance(value, str) and value in names, where, value, f"one of {', '.join(sorted(names))}")
+        require(isinstance(value, str) and value in names, where, value, what)
 
     return rule
 
@@ -129,7 +130,7 @@ def items(inner: Rule, *, exactly: int | None = None, most: int | None = None) -
     def rule(value: Any, where: str) -> None:
         is_one = isinstance(value, list) and exactly in (None, len(value)) and (most is None or len(value) <= most)
         require(is_one, where, value, what)
-        for number, entry in enumerate(value):
+        for number, entry in enumerate(value if inner is not anything else ()):
             inner(entry, f"{where}[{number}]")
 
     return rule
@@ -173,13 +174,24 @@ def record(needed: Mapping[str, Rule], extra: Mapping[str, Rule] | None = None, 
 _SIZES = items(integer(), most=MOST_DIMS)
 
 
+def is_shape(value: Any, itemsize: int) -> bool:
+    """Whether a value is the shape of a tensor with an address; :func:`shape_of` says why not."""
+    return (
+        type(value) is list
+        and len(value) <= MOST_DIMS
+        and all(type(size) is int and 0 <= size <= LARGEST for size in value)
+        # Torch computes strides, where an empty tensor may have any.
+        and prod(size or 1 for size in value) * itemsize <= LARGEST
+    )
+
+
 def shape_of(value: Any, where: str, itemsize: int) -> tuple[int, ...]:
     """The shape of a tensor, whose elements have so many bytes each.
 
     Raises:
         BrokenRuleError: it is none, or the tensor would be larger than what has an address.
     """
-    _SIZES(value, where)
-    # Torch computes strides, where an empty tensor may have any.
-    require(prod(max(size, 1) for size in value) * itemsize <= LARGEST, where, value, f"one of at most {LARGEST} bytes")
+    if not is_shape(value, itemsize):
+        _SIZES(value, where)
+        require(False, where, value, f"one of at most {LARGEST} bytes")
     return tuple(value)
