@@ -13,9 +13,10 @@ from hybridpp.nn import walk
 from hybridpp.nn.checkpointing import in_checkpoint, in_reentrant_checkpoint
 from hybridpp.nn.snapshot import Snapshot
 from hybridpp.nn.torch_private import buffers_of, is_functorch_active, pytree, version_of
+from hybridpp.partition.cache_entries import CacheEntries, UncachedTraceNeededError
 from hybridpp.partition.calls import BufferKind, CallArguments, Same, TensorSpec, Trace, UnitCall
 from hybridpp.partition.concrete_fallback import UntraceableUnitError, run_on_concrete_values
-from hybridpp.partition.containers import ContainerRef, ContainerSnapshot, flatten
+from hybridpp.partition.containers import ContainerRef, ContainerSnapshot, flatten, is_cache
 from hybridpp.partition.derivatives import Derivative
 from hybridpp.partition.fakes import Fakes
 from hybridpp.partition.flops import FlopCounter
@@ -41,6 +42,7 @@ class CallRecorder:
         hooks: of the model.
         count_flops: whether the FLOPs of each call are counted.
         watch: called with each unit's name and arguments before it runs.
+        runs_with_caches: whether units that get a key-value cache are run, whatever earlier ones gave.
 
     Attributes:
         calls: the calls so far, in order.
@@ -59,6 +61,7 @@ class CallRecorder:
         hooks: ModelHooks,
         count_flops: bool,
         watch: UnitObserver | None,
+        runs_with_caches: bool,
     ):
         self._model = model
         self._cache, self._hooks = cache, hooks
@@ -72,6 +75,8 @@ class CallRecorder:
         self.attributes_before: list[AttributeSlot] = []
         self.resets = ResetSearch(model, (), ())
         self.left: LeftState | None = None
+        self._runs_with_caches = runs_with_caches
+        self._entries = CacheEntries()
         self._depth = 0
         self._occurrences: dict[str, int] = {}
         self._outputs: list[tuple[UnitCall, int, Tensor, int]] = []
@@ -221,8 +226,12 @@ class CallRecorder:
         arguments = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         hides = any(map(may_hide_tensors, leaves))
         key = self._cache.key(call.name, *inputs, given.kinds())
+        caches = [leaf for leaf in leaves if is_cache(leaf)]
+        if caches and not self._runs_with_caches and not self._entries.are_new(self._cache.numbers(call.name)):
+            raise UncachedTraceNeededError
+        runs = hides or self.left is not None or (caches and self._runs_with_caches)
         # A unit that is not run reads and sets no state.
-        known = None if hides or self.left is not None else self._cache.lookup(key, call.name, arguments)
+        known = None if runs else self._cache.lookup(key, call.name, arguments)
         if known is not None:
             output, call.flops, call.inner = known
             return output, {}, {}
@@ -234,6 +243,7 @@ class CallRecorder:
             attributes.restore_lists()
 
         output, used = self._run(call, forward, inputs, reached, undo)
+        self._entries.note(caches, len(self.calls) - 1)
         self.resets.note_read(used)
         shown = {id(argument) for argument in arguments}
         hidden = {s for at, sources in used.items() if at not in shown for s in sources if s not in call.parameters}
@@ -258,8 +268,9 @@ class CallRecorder:
         objects = Snapshot.reachable_from(inputs)
         counter = FlopCounter() if self._count_flops else None
         buffers = _buffer_versions(self._model.get_submodule(call.name))
+        makers, read = self._entries.makers, set[int]()
         try:
-            with self.taints.paused(call.name) as used, counter or nullcontext():
+            with self.taints.paused(call.name, makers, read) as used, counter or nullcontext():
                 try:
                     output = forward(*inputs[0], **inputs[1])
                 except RuntimeError as error:  # operations that fakes do not support, and kernels without a fake
@@ -267,6 +278,7 @@ class CallRecorder:
                     objects.restore()
                     undo()
                     output = self._run_on_concrete_values(call.name, (forward, *inputs), reached, error)
+            call.cache_entries_of = frozenset(makers[one] for one in read)
             if counter is not None:
                 call.flops = counter.get_total_flops()
             self._written_buffers |= {kind for kind, buffer, version in buffers if version_of(buffer) != version}

@@ -68,6 +68,7 @@ class UnitCall:
         flops: floating-point operations of its forward; 0 if not counted.
         inner: the finest units that it called, in order; the unit itself if there are none inside it.
         others: other units that it called (a position table that is passed to every block).
+        cache_entries_of: the calls whose tensors in a key-value cache it reads.
     """
 
     name: str
@@ -88,6 +89,7 @@ class UnitCall:
     flops: int = 0
     inner: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
+    cache_entries_of: frozenset[int] = frozenset()
 
     @cached_property
     def is_simple(self) -> bool:

@@ -47,7 +47,7 @@ def holds_tensors(thing: Any) -> bool:
 def may_hide_tensors(thing: Any) -> bool:
     """Whether an argument that is no tensor may give a call tensors: a function, or an object that holds tensors.
 
-    A key-value cache does not count: each block reads its own entries there.
+    A key-value cache does not count: each block reads its own entries there, or ``cache_entries.py`` refuses it.
     """
     if isinstance(thing, FunctionType | MethodType | partial):
         return True

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from hybridpp.errors import PartitionError
+from hybridpp.partition.cache_entries import refuse_divided_entries
 from hybridpp.partition.calls import TensorSpec, Trace, UnitCall
 from hybridpp.partition.derivatives import refuse_divided_derivatives
 from hybridpp.partition.left_state import LeftKey
@@ -99,7 +100,7 @@ def assign_stages(trace: Trace, cut: tuple[CutPoint, ...]) -> tuple[int, ...]:
 
     Raises:
         PartitionError: the forward does not call a block that ends a stage, or calls them in another order, or a stage
-            computes a derivative that goes back through another.
+            computes a derivative that goes back through another, or reads what another has put in a key-value cache.
     """
     stages: list[int] = []
     stage = 0
@@ -115,6 +116,7 @@ def assign_stages(trace: Trace, cut: tuple[CutPoint, ...]) -> tuple[int, ...]:
             "Use inputs that run every block, or pp_size=1."
         )
     refuse_divided_derivatives(trace.derivatives, [call.name for call in trace.calls], stages)
+    refuse_divided_entries(trace.calls, stages)
     return tuple(stages)
 
 

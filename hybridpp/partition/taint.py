@@ -1,6 +1,6 @@
 """Follow values through the container code between units: the unit outputs and parameters that a tensor depends on."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakMethod
@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hybridpp.errors import PartitionError
-from hybridpp.nn.metadata_functions import writes_first_argument
+from hybridpp.nn.metadata_functions import METADATA_FUNCTIONS, writes_first_argument
 from hybridpp.nn.torch_private import FakeTensor, storage_id, unwrapped
 from hybridpp.partition.containers import tensors_in
 from hybridpp.partition.derivatives import GRAD, stand_ins
@@ -84,6 +84,8 @@ class TaintMode(TorchFunctionMode):
         self.decisions: frozenset[Source] = _NOTHING
         self._paused = False
         self._used: dict[int, frozenset[Source]] = {}
+        self._watched: Container[int] = ()
+        self._read: set[int] = set()
         # The unit that created each tensor; those that leave the unit in a known way are marked.
         self._made_in: Any = WeakIdKeyDictionary()
         self._unit = ""
@@ -134,13 +136,21 @@ class TaintMode(TorchFunctionMode):
         self._excused.add(unit)
 
     @contextmanager
-    def paused(self, unit: str = "") -> Iterator[dict[int, frozenset[Source]]]:
+    def paused(
+        self, unit: str = "", watched: Container[int] = (), read: set[int] | None = None
+    ) -> Iterator[dict[int, frozenset[Source]]]:
         """Suspend tracking inside (within a unit); yields the sources of marked tensors that are used there, by id.
 
         These may be other tensors than the unit's arguments: it may keep references, or find them in an object.
+
+        Args:
+            unit: that runs inside.
+            watched: the ids of further tensors.
+            read: gets those of which more than metadata is used, unless they are marked, too.
         """
         self._paused, self._unit = True, unit
         self._used = {}
+        self._watched, self._read = watched, set() if read is None else read
         try:
             yield self._used
         finally:
@@ -152,7 +162,7 @@ class TaintMode(TorchFunctionMode):
         kwargs = kwargs or {}
         result = self._result(func, args, kwargs)
         if self._paused:
-            self._note(tensors_in((args, kwargs)), tensors_in(result))
+            self._note(tensors_in((args, kwargs)), tensors_in(result), is_read=func not in METADATA_FUNCTIONS)
             return result
         targets = tensors_in(kwargs.get("out"))
         if writes_first_argument(func) and args:
@@ -187,8 +197,10 @@ class TaintMode(TorchFunctionMode):
             return func(*args, **kwargs)
         return stand_ins(outputs, inputs, options) if is_grad else None
 
-    def _note(self, arguments: list[Tensor], results: list[Tensor]) -> None:
+    def _note(self, arguments: list[Tensor], results: list[Tensor], *, is_read: bool) -> None:
         ids = set(map(id, arguments))
+        if is_read:
+            self._read.update(one for one in ids if one in self._watched and one not in self._sources)
         for argument in ids & self._sources.keys():
             self._used[argument] = self._sources[argument]
         for result in results:

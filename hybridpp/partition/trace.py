@@ -11,12 +11,13 @@ from torch import nn
 from hybridpp.errors import PartitionError
 from hybridpp.nn import walk
 from hybridpp.nn.force_eager import force_eager
-from hybridpp.nn.snapshot import put_entry
+from hybridpp.nn.snapshot import Snapshot, put_entry
 from hybridpp.nn.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
+from hybridpp.partition.cache_entries import UncachedTraceNeededError
 from hybridpp.partition.call_recorder import CallRecorder, UnitObserver
 from hybridpp.partition.calls import Trace
 from hybridpp.partition.common_traces import CommonTraces, TracedForward
@@ -60,6 +61,8 @@ class Tracer:
         self._finest = finest
         self._fakes = Fakes(model, device, dtypes or {})
         self._common = common
+        # Set where units that get a key-value cache have no numbers of their own, as layers that share their attention.
+        self._runs_with_caches = False
         self._cache = TraceCache(model, interceptor.units)
         self._unit_parameters: dict[str, tuple[str, ...]] = {}
         # Initial values of the attributes that units set. A rank's own units have set them since, other ranks' units
@@ -101,6 +104,13 @@ class Tracer:
         hooks = self._interceptor.hooks.registered()
 
         def make() -> Trace:
+            try:
+                return made_once()
+            except UncachedTraceNeededError:
+                self._runs_with_caches = True
+                return made_once()
+
+        def made_once() -> Trace:
             filled: FilledContainers = {}
             made = self._trace(args, kwargs, count_flops, watch, cuts, filled=filled)
             if not (made.left and cuts):
@@ -130,8 +140,11 @@ class Tracer:
     ) -> Trace:
         filled = {} if filled is None else filled
         hooks = self._interceptor.hooks
-        recorder = CallRecorder(self._model, self._fakes, self._unit_parameters, self._cache, hooks, count_flops, watch)
-        with self._recording(recorder) as hook_effects:
+        recorder = CallRecorder(
+            *(self._model, self._fakes, self._unit_parameters, self._cache, hooks, count_flops, watch),
+            self._runs_with_caches,
+        )
+        with self._leaving_alone(recorder, args, kwargs), self._recording(recorder) as hook_effects:
             for slot in self._initial.values():
                 put_entry(*slot)
             recorder.search_resets(cuts)
@@ -150,10 +163,19 @@ class Tracer:
             recorder.taints.refuse_strays(result)
             if not follow:
                 filled |= before.filled()
-            trace = recorder.finish(result, recorder.resets.found(), hook_effects, before.left())
-        for slot in recorder.attributes_before:
-            self._initial.setdefault((id(slot[0]), slot[1]), slot)
-        return trace
+            return recorder.finish(result, recorder.resets.found(), hook_effects, before.left())
+
+    @contextmanager
+    def _leaving_alone(self, recorder: CallRecorder, args: Any, kwargs: Any) -> Iterator[None]:
+        """Inside, a trace is made, which may be made again: its arguments are left as they were (a cache among them),
+        and what attributes were is noted that its units have set."""
+        given = Snapshot.reachable_from((args, kwargs))
+        try:
+            yield
+        finally:
+            given.restore()
+            for slot in recorder.attributes_before:
+                self._initial.setdefault((id(slot[0]), slot[1]), slot)
 
     @contextmanager
     def _following(

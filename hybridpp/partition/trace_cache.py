@@ -115,6 +115,15 @@ class TraceCache:
             self._kinds[name], training, tuple(map(_ById, hooks)), torch.is_grad_enabled(), tree, tuple(kinds), reached
         )
 
+    def numbers(self, name: str) -> tuple[Hashable, ...]:
+        """The attributes of a unit that are ignored as they only number a module: with its position in the unit."""
+        return tuple(
+            (type(module), position, key, value)
+            for position, module in enumerate(self._modules[name])
+            for key, value in vars(module).items()
+            if type(value) is int and _is_number(key)
+        )
+
     def lookup(self, key: _Key, name: str, arguments: list[Tensor]) -> tuple[Any, int, tuple[str, ...]] | None:
         """New fakes of the result, its FLOPs and the names of the finest units inside; None if it is not cached."""
         result = self._results.pop(key, None)
@@ -162,12 +171,16 @@ def _is_setting(value: Any) -> bool:
     return _is_plain(value)
 
 
+def _is_number(attribute: str) -> bool:
+    return attribute.endswith(("idx", "index"))
+
+
 def _kind(module: nn.Module) -> Hashable:
     tensors = (*parameters_of(module).items(), *buffers_of(module).items())
     settings = tuple(
         (name, repr(value))
         for name, value in vars(module).items()
-        if _is_setting(value) and name != "training" and not name.endswith(("idx", "index"))
+        if _is_setting(value) and name != "training" and not _is_number(name)
     )
     sizes = tuple((name, t.shape, t.dtype, t.requires_grad) for name, t in tensors if t is not None)
     return type(module), settings, sizes

@@ -54,13 +54,20 @@ class StageCache(DynamicCache):
 
 
 class _TracedCache(StageCache):
-    """Stands for the cache in a trace: results have its shapes, and nothing is kept."""
+    """Stands for the cache in a trace: results have its shapes, with what the call adds, and nothing is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._added: dict[int, list[Tensor]] = {}
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        return tuple(
-            torch.cat([states.new_zeros((*states.shape[:-2], self.length, states.shape[-1])), states], -2)
-            for states in (key_states, value_states)
-        )
+        states = key_states, value_states
+        before = self._added.get(layer_idx) or [
+            one.new_zeros((*one.shape[:-2], self.length, one.shape[-1])) for one in states
+        ]
+        now = [torch.cat(pair, -2) for pair in zip(before, states, strict=True)]
+        self._added[layer_idx] = now
+        return tuple(now)
 
 
 class CachedCalls:

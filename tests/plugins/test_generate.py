@@ -16,7 +16,7 @@ from transformers import (
 
 from hybridpp import Booster
 from hybridpp.cluster import Loopback, current_world
-from hybridpp.errors import ConfigError, DataError
+from hybridpp.errors import ConfigError, DataError, PartitionError
 from hybridpp.partition import Tracer
 
 
@@ -109,6 +109,21 @@ def test_replicas_generate_as_many_tokens_as_each_needs():
 
     for found, one in zip(Loopback(2).run(run), expected, strict=True):
         assert torch.equal(found, one)
+
+
+def test_layers_with_one_entry_of_the_cache_are_refused_on_two_stages():
+    def run():
+        model = llama()
+        model.config.use_cache = False  # in training
+        model.model.layers[1].self_attn.layer_idx = 0
+        booster, model, _ = boosted(model, None, sample(llama), pp_size=2)
+        unpadded = {"input_ids": prompts()["input_ids"]}
+        booster.generate(model, unpadded, max_new_tokens=3, use_cache=False)
+        booster.generate(model, unpadded, max_new_tokens=3)
+
+    text = r"unit 'model.layers.1' on stage 1 reads keys that unit 'model.layers.0' on stage 0 has put in the key-value"
+    with pytest.raises(PartitionError, match=text):
+        Loopback(2).run(run)
 
 
 @pytest.mark.parametrize("use_cache", [None, False])
