@@ -71,3 +71,13 @@ class DeadlockError(HybridppError, RuntimeError):
 
 class CheckpointError(HybridppError, RuntimeError):
     """A folder of weights that cannot be written or does not fit the model."""
+
+
+def text_of(error: BaseException) -> str:
+    """What an error says, inside a sentence: without the full stop at its end."""
+    return str(error).rstrip(".")
+
+
+def named(error: BaseException) -> str:
+    """The class of an error and what it says, inside a sentence."""
+    return f"{type(error).__name__}: {text_of(error)}"

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hybridpp.boosted import Boosted, Criterion
 from hybridpp.config import require_bools
-from hybridpp.errors import ConfigError
+from hybridpp.errors import ConfigError, text_of
 from hybridpp.pipeline import InputSelection, num_samples, to_plain_containers
 from hybridpp.plugin_saves import InitializesModels, Resumed, SavesModels, SavesParts, SavesRuns
 from hybridpp.registry import load_plugin
@@ -93,7 +93,7 @@ class Plugin:
         except TypeError as error:
             known = ", ".join(parameter.name for parameter in parameters) or "none"
             raise ConfigError(
-                f"plugin {name!r} cannot be made of these settings: {error}. It takes: {known}."
+                f"plugin {name!r} cannot be made of these settings: {text_of(error)}. It takes: {known}."
             ) from error
         return found(**settings)
 
@@ -286,7 +286,9 @@ def configure_with(plugin: Plugin, parts: Boosted, **options: Any) -> Boosted:
     try:
         inspect.signature(plugin.configure).bind(parts, **options)
     except TypeError as error:
-        raise ConfigError(f"{type(plugin).__name__} cannot boost with these options: {error}. Leave it out.") from error
+        raise ConfigError(
+            f"{type(plugin).__name__} cannot boost with these options: {text_of(error)}. Leave it out."
+        ) from error
     return plugin.configure(parts, **options)
 
 

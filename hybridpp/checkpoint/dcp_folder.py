@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from hybridpp.checkpoint.export_run import one_process
 from hybridpp.checkpoint.safetensors_file import StoredSpec
 from hybridpp.checkpoint.schema import read_limited
-from hybridpp.errors import CheckpointError
+from hybridpp.errors import CheckpointError, named, text_of
 
 METADATA = ".metadata"
 _MOST_METADATA_BYTES = 2**29
@@ -113,7 +113,7 @@ class DcpFolder:
             self._fill(metadata)
         except Exception as error:  # whatever a damaged pickle raises
             raise CheckpointError(
-                f"{path} cannot be read as a folder of torch.distributed.checkpoint: {type(error).__name__}: {error}."
+                f"{path} cannot be read as a folder of torch.distributed.checkpoint: {named(error)}."
             ) from error
 
     def _fill(self, metadata: Metadata) -> None:
@@ -157,5 +157,7 @@ class DcpFolder:
         except BaseException as error:  # CheckpointException of DCP is no Exception
             if isinstance(error, KeyboardInterrupt):
                 raise
-            raise CheckpointError(f"{self._path}: {'.'.join(map(str, keys))} cannot be read: {error}.") from error
+            raise CheckpointError(
+                f"{self._path}: {'.'.join(map(str, keys))} cannot be read: {text_of(error)}."
+            ) from error
         return state[self._names[keys]]

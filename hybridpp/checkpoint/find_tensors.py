@@ -13,7 +13,7 @@ from torch import Tensor
 from hybridpp.checkpoint.index import DIFFUSION, MODEL, WeightNames, digest_of, listed, names_in, pointed_to
 from hybridpp.checkpoint.remote_path import dangling_link
 from hybridpp.checkpoint.staging_folder import unfinished
-from hybridpp.errors import CheckpointError
+from hybridpp.errors import CheckpointError, text_of
 
 
 class TensorLocation(NamedTuple):
@@ -80,7 +80,7 @@ def opened(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="pt") as handle:
             yield handle
     except (OSError, SafetensorError) as error:
-        why = dangling_link(file) or error
+        why = dangling_link(file) or text_of(error)
         raise CheckpointError(
             f"{file} cannot be read as a safetensors file: {why}. Copy it again, or save the model again."
         ) from error

@@ -22,7 +22,7 @@ from hybridpp.checkpoint.safetensors_file import StoredSpec
 from hybridpp.checkpoint.single_file import StreamedFile, open_file, replace_file, stage_file, tied_names
 from hybridpp.checkpoint.staging_folder import remove_leftovers, stage
 from hybridpp.checkpoint.streamed_folder import StreamedFolder
-from hybridpp.errors import CheckpointError, PeerError
+from hybridpp.errors import CheckpointError, PeerError, text_of
 from hybridpp.nn.pretrained_model import is_pretrained_model, without_progress_bars
 from hybridpp.saving import SAFE_SUFFIXES, is_file_name
 
@@ -215,4 +215,6 @@ def open_folder(model: nn.Module, path: Path, strict: bool) -> CheckpointContent
 
         return open_pretrained(model, path, strict)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. Check permissions, or pass another path.") from error
+        raise CheckpointError(
+            f"{path} cannot be read: {text_of(error)}. Check permissions, or pass another path."
+        ) from error

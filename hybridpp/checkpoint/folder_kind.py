@@ -60,7 +60,7 @@ def _kind_of(path: Path) -> str:
     if (path / _DCP).is_file():
         return "It is a folder of torch.distributed.checkpoint, for hybridpp checkpoint import. "
     if (path / MANIFEST).is_file():
-        kind = _kind_of_manifest(path / MANIFEST)
+        kind = kind_of_manifest(path)
         if kind == "models":
             return f"It is one step: booster.resume and hybridpp checkpoint take the folder above, {path.parent}. "
         return f"It holds {KINDS[kind][0]}, for {KINDS[kind][2]}. " if kind else ""
@@ -76,10 +76,10 @@ def _kind_of(path: Path) -> str:
     return _WEIGHTS if has_weights(path) else ""
 
 
-def _kind_of_manifest(path: Path) -> str | None:
-    """Of what a manifest is, which may be damaged or of another version."""
+def kind_of_manifest(folder: AnyPath) -> str | None:
+    """Of what the manifest in a folder is, which may be damaged or of another version; None: that is not known."""
     try:
-        content = read_json(path, MOST_BYTES)
+        content = read_json(folder / MANIFEST, MOST_BYTES)
     except (OSError, ValueError):
         return None
     state = content.get("state") if isinstance(content, dict) else None

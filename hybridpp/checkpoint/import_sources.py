@@ -18,7 +18,7 @@ from hybridpp.checkpoint.model_origin import described_origin, model_shell
 from hybridpp.checkpoint.read import CheckpointContents, InFile, StoredTensor
 from hybridpp.checkpoint.safetensors_file import StoredSpec
 from hybridpp.checkpoint.single_file import tied_names
-from hybridpp.errors import CheckpointError, HybridppError
+from hybridpp.errors import CheckpointError, HybridppError, named
 
 _MODEL_KEYS = ("model", "model_state_dict", "state_dict")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
@@ -73,7 +73,7 @@ def open_source(path: Path) -> ImportSource:
         if isinstance(error, HybridppError):
             raise
         raise CheckpointError(
-            f"{path} is not in a form that is imported: {type(error).__name__}: {error}. Pass a folder of transformers "
+            f"{path} is not in a form that is imported: {named(error)}. Pass a folder of transformers "
             "or of torch.distributed.checkpoint, a file of safetensors, or a state_dict() that torch.save wrote."
         ) from error
 
@@ -144,7 +144,7 @@ def _loaded(path: Path) -> Mapping[str, Any]:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:  # of a broken zip file, a broken pickle, a forbidden one, …
         raise CheckpointError(
-            f"{path} cannot be read as a file of torch.save: {type(error).__name__}: {error}. Save tensors, numbers, "
+            f"{path} cannot be read as a file of torch.save: {named(error)}. Save tensors, numbers, "
             "text, lists and dicts alone."
         ) from error
     if not isinstance(found, dict):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from hybridpp.checkpoint.schema import anything, mapping, read_json, record, text
-from hybridpp.errors import CheckpointError
+from hybridpp.errors import CheckpointError, text_of
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ def listed(index: Path) -> dict[str, str]:
             _check_inside(name, index.parent)
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{index} does not say which file holds which weight: {error}. Save the model, or copy the folder, again."
+            f"{index} does not say which file holds which weight: {text_of(error)}. Save the model, or copy the "
+            "folder, again."
         ) from error
     return names
 

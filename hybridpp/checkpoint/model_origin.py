@@ -12,7 +12,7 @@ from torch import nn
 
 from hybridpp.checkpoint.index import CONFIG, MOST_CONFIG_BYTES
 from hybridpp.checkpoint.schema import read_json
-from hybridpp.errors import CheckpointError, ConfigError
+from hybridpp.errors import CheckpointError, ConfigError, named, text_of
 from hybridpp.nn.pretrained_model import is_pretrained_model
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def model_shell(class_name: str | None, config: Mapping[str, Any] | None, folder
             made = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         except Exception as error:  # of a file that is none, of entries of other types, …
             raise ConfigError(
-                f"{folder} holds no configuration of a model: {error}. Pass a folder with its config.json."
+                f"{folder} holds no configuration of a model: {text_of(error)}. Pass a folder with its config.json."
             ) from error
     else:
         assert config is not None
@@ -108,7 +108,7 @@ def model_shell(class_name: str | None, config: Mapping[str, Any] | None, folder
         except Exception as error:  # of entries of other types
             raise CheckpointError(
                 f"the configuration of the {class_name} in the checkpoint is not one that transformers "
-                f"{transformers.__version__} knows: {error}. Pass --config FOLDER, with its config.json."
+                f"{transformers.__version__} knows: {text_of(error)}. Pass --config FOLDER, with its config.json."
             ) from error
     class_name = class_name or (made.architectures or ["a model without a class"])[0]
     kind: type[PreTrainedModel] | None = getattr(transformers, class_name, None)
@@ -127,6 +127,6 @@ def model_shell(class_name: str | None, config: Mapping[str, Any] | None, folder
             return kind(made)
     except Exception as error:  # of sizes that no model has
         raise CheckpointError(
-            f"no {class_name} can be made of its configuration: {type(error).__name__}: {error}. Pass --config FOLDER, "
+            f"no {class_name} can be made of its configuration: {named(error)}. Pass --config FOLDER, "
             "with its config.json."
         ) from error

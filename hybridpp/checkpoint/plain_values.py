@@ -10,7 +10,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from hybridpp.errors import CheckpointError, ConfigError
+from hybridpp.errors import CheckpointError, ConfigError, text_of
 
 _TAG = "$"
 # Containers in containers. A reader is deeper in calls than a writer may be, and needs several for each.
@@ -189,6 +189,6 @@ def _decode(value: Any, depth: int) -> Any:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
-            f"the checkpoint holds a value that this version cannot read: {tags[0]!r}, {error}. Use the version that "
-            "wrote it."
+            f"the checkpoint holds a value that this version cannot read: {tags[0]!r}, {text_of(error)}. Use the "
+            "version that wrote it."
         ) from error

@@ -20,7 +20,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from hybridpp.checkpoint.find_tensors import TensorLocation, find_tensors
 from hybridpp.checkpoint.model_origin import check_depth
 from hybridpp.checkpoint.read import CheckpointContents, InMemory, StoredTensor, open_tensors, shapes_of
-from hybridpp.errors import CheckpointError
+from hybridpp.errors import CheckpointError, named
 from hybridpp.nn.pretrained_model import without_progress_bars
 
 
@@ -117,7 +117,7 @@ def _load(model: PreTrainedModel, path: Path, **options: Any) -> tuple[PreTraine
             )
     except Exception as error:  # of a missing file, a broken one, a pickle, a config that is no JSON, …
         raise CheckpointError(
-            f"{path} does not hold weights for {type(model).__name__}: {type(error).__name__}: {error}. Pass a folder "
+            f"{path} does not hold weights for {type(model).__name__}: {named(error)}. Pass a folder "
             "that save_model or save_pretrained wrote for this model."
         ) from error
     return loaded[0], loaded[1]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import fsspec
 
-from hybridpp.errors import ConfigError
+from hybridpp.errors import ConfigError, named, text_of
 from hybridpp.saving import require_path
 
 _T = TypeVar("_T")
@@ -154,7 +154,7 @@ class RemotePath:
         except FileNotFoundError as error:
             raise FileNotFoundError(errno.ENOENT, "there is no such file", str(self)) from error
         except Exception as error:  # backends raise those of their libraries
-            text = f"{type(error).__name__}: {error}"
+            text = named(error)
             raise OSError(getattr(error, "errno", None) or errno.EIO, text, str(self)) from error
 
 
@@ -178,10 +178,13 @@ def as_path(path: str | Path) -> AnyPath:
         file_system, inner = fsspec.core.url_to_fs(text)
     except ImportError as error:
         raise ConfigError(
-            f"{text} needs a package that is not installed: {error}. Install it with pip, or pass a local path."
+            f"{text} needs a package that is not installed: {text_of(error)}. Install it with pip, or pass a local "
+            "path."
         ) from error
     except ValueError as error:
-        raise ConfigError(f"{text} cannot be used: {error}. Pass a local path, or a protocol of fsspec.") from error
+        raise ConfigError(
+            f"{text} cannot be used: {text_of(error)}. Pass a local path, or a protocol of fsspec."
+        ) from error
     return RemotePath(file_system, str(inner))
 
 

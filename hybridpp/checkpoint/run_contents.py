@@ -14,7 +14,7 @@ from hybridpp.checkpoint.reader import fill, plan_reads, verify_file
 from hybridpp.checkpoint.remote_path import AnyPath
 from hybridpp.checkpoint.safetensors_file import StoredSpec
 from hybridpp.checkpoint.writer import Holding
-from hybridpp.errors import CheckpointError, ConfigError
+from hybridpp.errors import CheckpointError, ConfigError, text_of
 
 
 def chosen_step(path: AnyPath, step: int | None) -> int:
@@ -65,15 +65,15 @@ def open_chosen(path: AnyPath, step: int) -> Manifest:
     try:
         return open_step(path, step)
     except NewerFormatError as error:
-        raise CheckpointError(f"{step_folder(path, step)} cannot be read: {error}.") from error
+        raise CheckpointError(f"{step_folder(path, step)} cannot be read: {text_of(error)}.") from error
     except CheckpointError as error:
         raise _damaged(path, step, error) from error
 
 
 def _damaged(path: AnyPath, step: int, error: CheckpointError) -> CheckpointError:
     return CheckpointError(
-        f"step {step} in {path} cannot be used: {error}. Choose an intact step by --step: hybridpp checkpoint verify "
-        "finds them."
+        f"step {step} in {path} cannot be used: {text_of(error)}. Choose an intact step by --step: hybridpp "
+        "checkpoint verify finds them."
     )
 
 

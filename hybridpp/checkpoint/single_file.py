@@ -15,7 +15,7 @@ from hybridpp.checkpoint.hub_tensors import OutputGroup
 from hybridpp.checkpoint.read import CheckpointContents, InMemory, StoredTensor, open_plain
 from hybridpp.checkpoint.remote_path import sync
 from hybridpp.checkpoint.safetensors_file import write_safetensors
-from hybridpp.errors import CheckpointError
+from hybridpp.errors import CheckpointError, named
 from hybridpp.nn.torch_private import storage_id
 from hybridpp.saving import SAFE_SUFFIXES
 
@@ -107,7 +107,7 @@ def open_file(path: Path) -> CheckpointContents:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # of a broken zip file, a broken pickle, a forbidden one, …
         raise CheckpointError(
-            f"{path} cannot be read as a file of weights: {type(error).__name__}: {error}. Pass a .safetensors file, "
+            f"{path} cannot be read as a file of weights: {named(error)}. Pass a .safetensors file, "
             "or a state dict that torch.save wrote."
         ) from error
     if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hybridpp.errors import ConfigError
+from hybridpp.errors import ConfigError, named, text_of
 from hybridpp.nn.torch_private import pytree
 from hybridpp.partition import CallArguments
 
@@ -52,7 +52,7 @@ def load_own_model(name: str) -> OwnModel:
         with torch.device("meta"):
             made = function()
     except Exception as error:  # whatever the user's code raises
-        raise ConfigError(f"{name} raised {type(error).__name__}: {error}. It is called without arguments.") from error
+        raise ConfigError(f"{name} raised {named(error)}. It is called without arguments.") from error
     model, sample = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise ConfigError(
@@ -76,9 +76,9 @@ def _module(name: str) -> ModuleType:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # whatever the user's code raises
-        why = str(error) if isinstance(error, ImportError | OSError) else f"{type(error).__name__}: {error}"
+        why = text_of(error) if isinstance(error, ImportError | OSError) else named(error)
         raise ConfigError(
-            f"{name} cannot be imported: {why.rstrip('.')}. Pass --model module:function, with a module that Python "
+            f"{name} cannot be imported: {why}. Pass --model module:function, with a module that Python "
             "finds from here, or file.py:function."
         ) from error
     return module

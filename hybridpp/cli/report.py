@@ -8,7 +8,7 @@ from typing import Any
 from hybridpp.cli.commands.report import ReportArguments
 from hybridpp.cli.files import read, reading, write
 from hybridpp.cli.output import show, working
-from hybridpp.errors import ConfigError
+from hybridpp.errors import ConfigError, text_of
 from hybridpp.report import find_recording, load_recording
 from hybridpp.report.page import ReportSummary, render_page
 from hybridpp.strict_json import parse_strictly
@@ -52,7 +52,7 @@ def _estimate(path: str) -> Any:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
-            f"{path} is no estimate: {error}. Write the output of `hybridpp estimate --json` to it."
+            f"{path} is no estimate: {text_of(error)}. Write the output of `hybridpp estimate --json` to it."
         ) from error
 
 

@@ -7,7 +7,7 @@ import numpy
 import torch
 
 from hybridpp.cluster.seeds import RandomState, random_state, set_random_state
-from hybridpp.errors import ConfigError
+from hybridpp.errors import ConfigError, named
 
 
 def generator_states(device: torch.device) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def check_generator_states(states: dict[str, Any], device: torch.device) -> None
             torch.Generator(device).set_state(states["cuda"])
     except (KeyError, IndexError, AttributeError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"a state of the random generators is none: {type(error).__name__}: {error}. Restore the files from a "
+            f"a state of the random generators is none: {named(error)}. Restore the files from a "
             'copy, or resume without "generators" in parts'
         ) from error
 

@@ -221,7 +221,13 @@ def report(
 
 
 def pause_report(
-    states: Mapping[int, WatchedState], own: WatchedState, waiting: Sequence[int], stack: str, limit_s: float
+    states: Mapping[int, WatchedState],
+    own: WatchedState,
+    waiting: Sequence[int],
+    stack: str,
+    *,
+    step_s: float,
+    limit_s: float,
 ) -> str:
     """The report of a rank that the script keeps while others wait for it, as the lines that it prints.
 
@@ -230,7 +236,8 @@ def pause_report(
         own: of the rank that reports, in the script.
         waiting: the ranks that wait for it, themselves or through others.
         stack: of its threads.
-        limit_s: after which the job ends.
+        step_s: the limit of a step.
+        limit_s: that of the script, after which the job ends.
     """
     lines = [
         f"hybridpp: {list_ranks(list(waiting))} wait{'s' if len(waiting) == 1 else ''} for rank {own.rank}, which has "
@@ -241,8 +248,8 @@ def pause_report(
     lines += [
         f"Rank {own.rank} ({own.process}) has not come to {states[waiting[0]].where}: it is in {own.where}.",
         f"The Python stack of rank {own.rank}, innermost call last:\n{stack.rstrip()}",
-        f"If it lasts for {limit_s:g} s, all ranks end with exit code {EXIT_CODE}. "
-        'launch_from_torch(watchdog_s={"step": 60, "script": 300}) sets another limit.',
+        f"If it lasts for {limit_s:g} s, all ranks end with exit code {EXIT_CODE}. To set another limit, change "
+        f'"script" in launch_from_torch(watchdog_s={{"step": {step_s:g}, "script": {limit_s:g}}}).',
     ]
     return "\n".join(lines) + "\n"
 

@@ -21,7 +21,7 @@ from hybridpp.cluster.seeds import set_seed
 from hybridpp.cluster.stop_request import STOP_SIGNALS, StopRequest
 from hybridpp.cluster.torch_world import connected, job_world
 from hybridpp.cluster.watchdog_limits import WatchdogLimits
-from hybridpp.errors import ConfigError, LaunchError
+from hybridpp.errors import ConfigError, LaunchError, text_of
 from hybridpp.nn.torch_private import Store
 
 # NCCL's default. Ranks work in step, so only work that one rank does alone takes longer.
@@ -152,8 +152,8 @@ def _connect(
         options.drop_interface()
         raise LaunchError(
             f"rank {rank} met the {world_size} ranks of the job, and could not connect to them"
-            f"{f' (over its network interface {interface})' if interface else ''}: {error}. One of them may have ended "
-            "since, or a firewall may be between them; GLOO_SOCKET_IFNAME chooses another interface."
+            f"{f' (over its network interface {interface})' if interface else ''}: {text_of(error)}. One of them "
+            "may have ended since, or a firewall may be between them; GLOO_SOCKET_IFNAME chooses another interface."
         ) from error
     return store, chosen
 

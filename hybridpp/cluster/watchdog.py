@@ -206,7 +206,8 @@ class Watchdog:
         ]
         self._pause_look_s = math.inf if waiting else own.age_s + self._limits.step / 2
         if waiting:
-            _write(pause_report(states, own, waiting, stacks(self._main, _THREADS), limit))
+            stack = stacks(self._main, _THREADS)
+            _write(pause_report(states, own, waiting, stack, step_s=self._limits.step, limit_s=limit))
 
     def _is_over(self, suspicion: Suspicion, states: Mapping[int, WatchedState], silent: set[int]) -> bool:
         """Whether those that a chain leads to are over their limits."""

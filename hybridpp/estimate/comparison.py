@@ -25,13 +25,25 @@ def why_slower(estimate: LayoutEstimate, best: LayoutEstimate) -> str:
             return "as fast"
         return f"as fast: a rank holds {sizes[0]:.2f} GiB ({sizes[1]:.2f})"
     if reason == "idle":
-        return (
-            f"ranks wait {100 * _share(idle[0], time.step_ms):.0f} % of the step, for others or for gradients "
-            f"({100 * _share(idle[1], other.step_ms):.0f} %)"
-        )
+        shares = [f"{100 * _share(*one):.0f}" for one in ((idle[0], time.step_ms), (idle[1], other.step_ms))]
+        # A longer step may wait as large a share of it.
+        is_larger = int(shares[0]) > int(shares[1])
+        (own, its), unit = (shares, " %") if is_larger else (_apart(*idle), " ms")
+        return f"ranks wait {own}{unit} of the step, for others or for gradients ({its}{unit})"
     if reason == "update":
-        return f"the update takes {time.update_ms:,.1f} ms ({other.update_ms:,.1f})"
-    return f"{_busier(estimate, best)}: a rank computes {time.busy_ms:,.0f} ms ({other.busy_ms:,.0f})"
+        own, its = _apart(time.update_ms, other.update_ms, 1)
+        return f"the update takes {own} ms ({its})"
+    own, its = _apart(time.busy_ms, other.busy_ms)
+    return f"{_busier(estimate, best)}: a rank computes {own} ms ({its})"
+
+
+def _apart(one: float, other: float, least_digits: int = 0) -> tuple[str, str]:
+    """Two numbers with as many digits as tell them apart."""
+    for digits in range(least_digits, 4):
+        texts = f"{one:,.{digits}f}", f"{other:,.{digits}f}"
+        if texts[0] != texts[1]:
+            break
+    return texts
 
 
 def _busier(estimate: LayoutEstimate, best: LayoutEstimate) -> str:

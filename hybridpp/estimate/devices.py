@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from hybridpp.errors import ConfigError
+from hybridpp.errors import ConfigError, text_of
 from hybridpp.estimate.unit_times import UnitTimes
 
 _GIB = 2**30
@@ -119,7 +119,9 @@ class DeviceProfile:
         except ConfigError:
             raise
         except (ValueError, RecursionError, TypeError, AttributeError, KeyError) as error:
-            raise ConfigError(f"this is no device profile: {error}. Write one with hybridpp profile.") from error
+            raise ConfigError(
+                f"this is no device profile: {text_of(error)}. Write one with hybridpp profile."
+            ) from error
 
 
 _MAY_LACK = ("sum_us", "sum_gib_s", "update_gib_s")

@@ -117,7 +117,7 @@ def search(estimator: LayoutEstimator, space: SearchSpace) -> SearchResult:
     """
     candidates = list(_candidates(estimator, space))
     if not candidates:
-        raise ConfigError(_nothing_divides(space))
+        raise ConfigError(_no_candidate(estimator, space))
     bounded: list[tuple[float, tuple[Any, ...], int]] = []
     reasons: dict[str, int] = {}
     refused: list[tuple[int, int]] = []
@@ -258,14 +258,40 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // one for one in small)})
 
 
-def _nothing_divides(space: SearchSpace) -> str:
-    devices = space.num_devices
-    above = -(-space.global_batch // devices) * devices
+def _no_candidate(estimator: LayoutEstimator, space: SearchSpace) -> str:
+    """Why there is no layout to estimate: which of the sizes that are allowed leaves none."""
+    devices, batch = space.num_devices, space.global_batch
+    # With a batch that all replicas divide.
+    any_batch = replace(space, global_batch=devices, microbatch_sizes=None, pp_sizes=None)
+    for name, allowed, others in (
+        ("tp_sizes", space.tp_sizes, replace(any_batch, tp_sizes=None)),
+        ("pp_sizes", space.pp_sizes, any_batch),
+    ):
+        possible = {one.settings[f"{name[:2]}_size"] for one in _candidates(estimator, others)}
+        if allowed is not None and not possible & set(allowed):
+            return (
+                f"no layout of {devices} devices has one of {name}={list(allowed)}: tensor-parallel ranks are a power "
+                "of 2 in a host, stages are no more than blocks, and their product divides the number of devices. "
+                f"{_use(sorted(possible))}"
+            )
+    possible = {one.sizes.microbatch_size for one in _candidates(estimator, replace(space, microbatch_sizes=None))}
+    if possible and space.microbatch_sizes is not None:
+        return (
+            f"no share of a replica of {batch} samples is divided by one of "
+            f"microbatch_sizes={list(space.microbatch_sizes)}. {_use(sorted(possible))}"
+        )
+    above = -(-batch // devices) * devices
+    other_batch = f"a global batch of {above}, which any number of replicas divides, " if above != batch else ""
     return (
-        f"no layout of {devices} devices divides a global batch of {space.global_batch} samples over its replicas "
-        f"within the sizes that are allowed. Use a global batch of {above}, which any number of replicas divides, "
-        "another number of devices, or allow more sizes."
+        f"no layout of {devices} devices divides a global batch of {batch} samples over its replicas within the sizes "
+        f"that are allowed. Use {other_batch}another number of devices, or allow more sizes."
     )
+
+
+def _use(numbers: Sequence[int]) -> str:
+    if not numbers:
+        return "Allow more sizes."
+    return f"Use {numbers[0]}." if len(numbers) == 1 else f"Use {', '.join(map(str, numbers[:-1]))} or {numbers[-1]}."
 
 
 def _nothing_fits(space: SearchSpace, least: LayoutEstimate | None, reasons: Mapping[str, int]) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from hybridpp.errors import ConfigError
+from hybridpp.errors import ConfigError, text_of
 from hybridpp.report.recording import Recording
 from hybridpp.report.steps import Step, readings
 from hybridpp.sizes import format_bytes
@@ -30,8 +30,8 @@ def estimate_table(recording: Recording, step: Step, estimate: Mapping[str, Any]
         sizes = [{name: int(size) for name, size in rank["bytes"].items()} for rank in ranks]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
-            f"the estimate is not what `hybridpp estimate --json` prints: {type(error).__name__} {error}. Write its "
-            "output to the file."
+            f"the estimate is not what `hybridpp estimate --json` prints: {type(error).__name__} {text_of(error)}. "
+            "Write its output to the file."
         ) from error
     if len(sizes) != (positions := 1 + max(rank.pp for rank in recording.ranks)):
         raise ConfigError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridpp.errors import ConfigError
+from hybridpp.errors import ConfigError, named, text_of
 from hybridpp.report.records import ROWS, RankRecord, StageRecord
 from hybridpp.strict_json import parse_strictly
 from hybridpp.timeline import Span, Timeline
@@ -132,9 +132,7 @@ class Recording:
                 ranks=_ranks(content["ranks"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(
-                f"{name} is a damaged recording: {type(error).__name__}: {error}. Record the step again."
-            ) from error
+            raise ConfigError(f"{name} is a damaged recording: {named(error)}. Record the step again.") from error
 
 
 def find_recording(path: str | Path) -> Path:
@@ -176,7 +174,7 @@ def _parsed(text: str, name: str) -> dict[str, Any]:
     try:
         content = parse_strictly(text)
     except ValueError as error:
-        raise ConfigError(f"{name} is no recording: {error}. Give a {FILE_NAME}.") from error
+        raise ConfigError(f"{name} is no recording: {text_of(error)}. Give a {FILE_NAME}.") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         is_timeline = isinstance(content, dict) and "spans" in content
         raise ConfigError(

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hybridpp.errors import ScheduleError
+from hybridpp.errors import ScheduleError, text_of
 from hybridpp.schedule.action import Action, Programs
 from hybridpp.schedule.render import parse_action
 
@@ -69,7 +69,9 @@ def _read_csv(path: Path) -> list[list[str]]:
         with path.open(newline="", encoding="utf-8-sig") as file:
             rows = list(csv.reader(file))
     except (csv.Error, UnicodeDecodeError) as error:
-        raise ScheduleError(f"{path} is not a CSV file: {error}. Write one row per rank, like 0F0,0B0.") from error
+        raise ScheduleError(
+            f"{path} is not a CSV file: {text_of(error)}. Write one row per rank, like 0F0,0B0."
+        ) from error
     while rows and not any(cell.strip() for cell in rows[-1]):
         del rows[-1]
     return rows
@@ -80,7 +82,7 @@ def _read_json(path: Path) -> list[list[str]]:
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ScheduleError(f"{path} is not a JSON file: {error}. {way_out}") from error
+        raise ScheduleError(f"{path} is not a JSON file: {text_of(error)}. {way_out}") from error
     rows = content.get("ranks") if isinstance(content, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
         raise ScheduleError(f"{path} has no list of cells for each rank. {way_out}")

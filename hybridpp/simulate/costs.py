@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from hybridpp.errors import ConfigError
+from hybridpp.errors import ConfigError, text_of
 from hybridpp.schedule import ActionKind
 from hybridpp.simulate.measured import measured_ms
 from hybridpp.timeline import Timeline
@@ -171,7 +171,7 @@ class Costs:
         try:
             values: Any = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"costs must be JSON: {error}.") from error
+            raise ConfigError(f"costs must be JSON: {text_of(error)}.") from error
         names = [field.name for field in dataclasses.fields(cls)]
         if not isinstance(values, dict) or "num_stages" not in values or not values.keys() <= set(names):
             got = ", ".join(values) or "nothing" if isinstance(values, dict) else type(values).__name__

@@ -31,4 +31,4 @@ def agree(control: Group, call: str, failure: Exception | None, what: str) -> No
         rank, (kind, text) = failed[0]
         if kind in _KNOWN:
             raise _KNOWN[kind](f"{what} failed on rank {rank}: {text}")
-        raise RefusedByPeerError(f"{what} failed on rank {rank}: {text}. See the error printed there.")
+        raise RefusedByPeerError(f"{what} failed on rank {rank}: {text.rstrip('.')}. See the error printed there.")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hybridpp.checkpoint import derive_buffers
 from hybridpp.cluster import preserved_random_state
 from hybridpp.config import ParallelConfig, PartitionConfig, Precision
-from hybridpp.errors import ConfigError, HybridppError
+from hybridpp.errors import ConfigError, HybridppError, named
 from hybridpp.estimate import (
     CannotLeaveOutError,
     CudaAttention,
@@ -375,7 +375,7 @@ class EstimateRuns:
             raise first
         raise ConfigError(
             f"{type(model).__name__} does not run on the micro-batches that were made from its configuration: "
-            f"{type(first).__name__}: {first}. Pass sample=batch."
+            f"{named(first)}. Pass sample=batch."
         ) from first
 
 

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from hybridpp.cluster import gather_numbers, name_ranks
-from hybridpp.errors import DeadlockError, PeerError, UnlikeCallsError
-from hybridpp_plugins.interruption import Interruption, in_words
+from hybridpp.errors import DeadlockError, PeerError, UnlikeCallsError, named
+from hybridpp_plugins.interruption import Interruption
 from hybridpp_plugins.layout import Layout
 
 
@@ -42,7 +42,7 @@ class FailedPass:
         try:
             yield
         except (PeerError, DeadlockError) as error:
-            self._why = in_words(error)
+            self._why = named(error)
             self.interruption.lost_peer(error, "a pass")
             raise
         except BaseException:
@@ -62,7 +62,7 @@ class FailedPass:
             try:
                 rows = gather_numbers(self._layout.control, f"after an error in {call}", [float(begun)])
             except (PeerError, DeadlockError, UnlikeCallsError) as error:
-                self._why = in_words(error)
+                self._why = named(error)
                 if not isinstance(error, UnlikeCallsError):
                     self.interruption.lost_peer(error, "a pass")
                 raise

@@ -11,7 +11,7 @@ from hybridpp.checkpoint.manifest import FileEntry, Manifest, check, merged, ten
 from hybridpp.checkpoint.remote_path import AnyPath, dangling_link
 from hybridpp.checkpoint.writer import FILE_BYTES, Holding, WrittenFiles, remove, write_holdings
 from hybridpp.cluster import gather_objects, get_dist_logger
-from hybridpp.errors import CheckpointError, DeadlockError, PeerError
+from hybridpp.errors import CheckpointError, DeadlockError, PeerError, text_of
 from hybridpp_plugins.agreement import agree
 from hybridpp_plugins.background_save import Background, BackgroundSave, SaveOutcome, SaveStatus, SavingRank
 from hybridpp_plugins.layout import Layout
@@ -230,7 +230,7 @@ class FolderSave:
                 self._check_alone()
             except CheckpointError as other:
                 text = str(other)
-        why = dangling_link(self._folder) or error.strerror or error
+        why = dangling_link(self._folder) or error.strerror or text_of(error)
         failure = CheckpointError(
             text
             or f"{self._folder} cannot be written: {why}. Free space, or pass another path; earlier checkpoints are "

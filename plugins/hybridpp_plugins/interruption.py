@@ -3,14 +3,9 @@
 from collections.abc import Callable
 from typing import NoReturn
 
-from hybridpp.errors import DeadlockError, PeerError, RefusedByPeerError, UnlikeCallsError
+from hybridpp.errors import DeadlockError, PeerError, RefusedByPeerError, UnlikeCallsError, named
 
 _LEAVE_OUT = " To leave out a batch, check it before booster.execute_pipeline, on all ranks alike."
-
-
-def in_words(error: BaseException) -> str:
-    """An error inside a sentence."""
-    return f"{type(error).__name__}: {error}".rstrip(".")
 
 
 class Interruption:
@@ -32,7 +27,7 @@ class Interruption:
 
     def note(self, error: BaseException, call: str = "a step") -> None:
         """Note the error that ended ``call``."""
-        self._call, self.cause = call, in_words(error)
+        self._call, self.cause = call, named(error)
 
     def lost_peer(self, error: PeerError | DeadlockError, call: str = "a step") -> None:
         """Note an error of communication; where a step has noted one before, that stays.

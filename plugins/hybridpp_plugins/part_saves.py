@@ -5,14 +5,14 @@ from dataclasses import asdict
 from typing import Any
 
 from hybridpp.checkpoint.commit import clean
-from hybridpp.checkpoint.folder_kind import KINDS, other_kind
+from hybridpp.checkpoint.folder_kind import KINDS, kind_of_manifest, other_kind
 from hybridpp.checkpoint.manifest import Manifest
 from hybridpp.checkpoint.plain_values import decode, encode
 from hybridpp.checkpoint.reader import fill, plan_reads, read_manifest
 from hybridpp.checkpoint.remote_path import AnyPath
 from hybridpp.checkpoint.writer import Holding
 from hybridpp.cluster import Group, gather_objects
-from hybridpp.errors import CheckpointError, ConfigError
+from hybridpp.errors import CheckpointError, ConfigError, text_of
 from hybridpp_plugins.agreement import agree
 from hybridpp_plugins.engine import Engine
 from hybridpp_plugins.optimizer import HybridOptimizer
@@ -145,8 +145,8 @@ def load_optimizer(engine: Engine, boosted: HybridOptimizer, folder: AnyPath) ->
     except CheckpointError as error:
         model, kind = manifest.state["model"], type(engine.model).__name__
         failure = CheckpointError(
-            f"{folder} does not fit this optimizer of a {kind}: it was saved with a {model}, and {error}. Nothing was "
-            "changed."
+            f"{folder} does not fit this optimizer of a {kind}: it was saved with a {model}, and {text_of(error)}. "
+            "Nothing was changed."
         )
     except Exception as error:
         failure = error
@@ -179,7 +179,7 @@ def load_schedule(control: Group, lr_scheduler: Any, folder: AnyPath) -> None:
     try:
         check_schedule(lr_scheduler, state)
     except CheckpointError as error:
-        raise CheckpointError(f"{folder} cannot be used: {error}. Nothing was changed.") from error
+        raise CheckpointError(f"{folder} cannot be used: {text_of(error)}. Nothing was changed.") from error
     lr_scheduler.load_state_dict(state)
 
 
@@ -207,10 +207,10 @@ def _opened(control: Group, call: str, folder: AnyPath, kind: str) -> Manifest:
     manifest, reason = verified(control, call, folder, lambda: read_manifest(folder))
     what, writer, _ = KINDS[kind]
     if reason or manifest is None:
-        raise CheckpointError(
-            f"{folder} holds no intact save of {what}: {reason}. {other_kind(folder)}Pass the folder that {writer} "
-            "wrote."
-        )
+        way_out = f"{other_kind(folder)}Pass the folder that {writer} wrote."
+        if kind_of_manifest(folder) == kind:  # this call reads such a folder, but for its damage
+            way_out = f"Restore the files from a copy, or pass another folder that {writer} wrote."
+        raise CheckpointError(f"{folder} holds no intact save of {what}: {reason}. {way_out}")
     if kind not in manifest.state:
         other = next(name for name in KINDS if name in manifest.state)
         raise CheckpointError(

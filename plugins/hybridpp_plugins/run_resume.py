@@ -25,7 +25,7 @@ from hybridpp.cluster import (
     get_dist_logger,
     set_generator_states,
 )
-from hybridpp.errors import CheckpointError, ConfigError
+from hybridpp.errors import CheckpointError, ConfigError, text_of
 from hybridpp.plugin import Resumed
 from hybridpp.saving import RUN_PARTS
 from hybridpp_plugins.agreement import agree
@@ -66,8 +66,7 @@ def resume_run(parts: Sequence[RunParts], path: AnyPath, *, start_fresh: bool, r
             check_generator_states(generators, engine.device)
         extras = decode(manifest.state["extras"]) if "extras" in resumed else {}
     except (CheckpointError, ConfigError) as error:
-        reason = str(error).removesuffix(".")
-        failure = CheckpointError(f"{folder} does not fit this run: {reason}. Nothing was changed.")
+        failure = CheckpointError(f"{folder} does not fit this run: {text_of(error)}. Nothing was changed.")
     except Exception as error:
         failure = error
     _agree(control, failure)

@@ -14,7 +14,7 @@ from hybridpp.checkpoint.remote_path import AnyPath, absolute
 from hybridpp.checkpoint.stop_marker import marker_path, remove_marker, write_marker
 from hybridpp.checkpoint.writer import Holding
 from hybridpp.cluster import generator_states, get_dist_logger
-from hybridpp.errors import CheckpointError
+from hybridpp.errors import CheckpointError, text_of
 from hybridpp_plugins.training_state import RunParts, TrainingState, merged_states
 
 # Names of extras that ranks compare one by one.
@@ -154,7 +154,7 @@ class RunContents:
             else:
                 remove_marker(path)
         except OSError as error:
-            problems.append(str(error))
+            problems.append(text_of(error))
         later = [step for step in committed_steps(path) if step > manifest.step]
         if later:
             self._tell_once(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from hybridpp.cluster import preserved_random_state
-from hybridpp.errors import ConfigError, HybridppError
+from hybridpp.errors import ConfigError, HybridppError, named
 from hybridpp.partition import UntraceableUnitError, has_samples, make_samples
 from hybridpp.pipeline import ForwardSignature, form_of, to_plain_containers
 
@@ -69,7 +69,7 @@ class Samples:
             shapes = "; or ".join(map(_described, self.batches))
             raise ConfigError(
                 f"{type(model).__name__} does not run on the samples that were made from its configuration: {shapes}. "
-                f"The last one raised {type(error).__name__}: {error}. {_ADVICE}"
+                f"The last one raised {named(error)}. {_ADVICE}"
             ) from error
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hybridpp.errors import CheckpointError
+from hybridpp.errors import CheckpointError, named, text_of
 
 # What taking over a state raises that is not one: nobody checks it there.
 _NO_STATE = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
@@ -104,7 +104,7 @@ def _why_not(optimizer: Optimizer, group: Mapping[str, Any], settings: Mapping[s
             arguments["lr"] = optimizer.defaults["lr"]
         type(optimizer)([nn.Parameter(torch.zeros(1))], **arguments)
     except Exception as error:  # of whoever wrote the optimizer
-        return f"{type(error).__name__}: {error}".rstrip(".")
+        return named(error)
     return ""
 
 
@@ -146,8 +146,7 @@ def check_schedule(scheduler: Any, state: Any) -> None:
         scheduler.load_state_dict(dict(state))
     except _NO_STATE as error:
         raise CheckpointError(
-            f"the state of the LR schedule is none of a {kind.__name__}: {type(error).__name__}: {error}. Restore the "
-            "files from a copy"
+            f"the state of the LR schedule is none of a {kind.__name__}: {named(error)}. Restore the files from a copy"
         ) from error
     finally:
         scheduler.load_state_dict(before)
@@ -165,7 +164,7 @@ def check_extra_state(module: nn.Module, name: str, state: Any) -> None:
     except Exception as error:  # of the script's own code
         raise CheckpointError(
             f"{name} is no state that set_extra_state of the {type(module).__name__} takes: {type(error).__name__}: "
-            f"{error}. Restore the files from a copy"
+            f"{text_of(error)}. Restore the files from a copy"
         ) from error
     finally:
         module.set_extra_state(before)

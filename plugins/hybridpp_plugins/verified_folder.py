@@ -6,7 +6,7 @@ from hybridpp.checkpoint.manifest import Manifest, NewerFormatError
 from hybridpp.checkpoint.reader import verify_file
 from hybridpp.checkpoint.remote_path import AnyPath
 from hybridpp.cluster import Group, gather_objects
-from hybridpp.errors import CheckpointError
+from hybridpp.errors import CheckpointError, text_of
 
 
 def verified(
@@ -29,7 +29,7 @@ def verified(
         for name in sorted(manifest.files)[control.rank :: control.size]:
             verify_file(folder, manifest, name)
     except CheckpointError as error:
-        reason, is_newer = str(error), isinstance(error, NewerFormatError)
+        reason, is_newer = text_of(error), isinstance(error, NewerFormatError)
     rows = gather_objects(control, call, [reason, manifest.save_id if manifest else "", is_newer])
     for text, _, newer in rows:
         if newer:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hybridpp.checkpoint import CheckpointContents, SaveTarget, open_folder
 from hybridpp.cluster import gather_numbers
-from hybridpp.errors import CheckpointError, PeerError
+from hybridpp.errors import CheckpointError, PeerError, text_of
 from hybridpp.nn.peft_model import is_peft_model
 from hybridpp.nn.pretrained_model import is_pretrained_model
 from hybridpp_plugins.adapters import holds_adapters, open_adapters
@@ -154,7 +154,7 @@ def set_weights(
     try:
         _copy(engine, contents, stored_names, targets, is_own=copy is None)
     except (OSError, SafetensorError) as error:
-        failure = CheckpointError(f"{path} cannot be read: {error}. Copy it again, or save the model again.")
+        failure = CheckpointError(f"{path} cannot be read: {text_of(error)}. Copy it again, or save the model again.")
         failure.__cause__ = error
     except Exception as error:
         failure = error

@@ -66,7 +66,8 @@ def test_a_pause_of_the_script_on_one_rank_is_told_once_and_goes_on():
     assert float(told[0]) >= 2
     assert re.search(r"Rank 1 \(process \d+ on \S+\) has not come to training step 4 of Model", job.stderr)
     assert "hanging.py" in job.stderr.split("The Python stack of rank 1")[1]
-    assert "If it lasts for 270 s, all ranks end with exit code 75." in job.stderr
+    assert "If it lasts for 270 s, all ranks end with exit code 75. To set another limit, change" in job.stderr
+    assert 'launch_from_torch(watchdog_s={"step": 2, "script": 270}).' in job.stderr
 
 
 def test_a_rank_that_does_not_come_from_the_script_has_a_limit_of_its_own():

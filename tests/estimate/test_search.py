@@ -96,6 +96,20 @@ def test_what_fits_nowhere_is_refused_with_the_nearest():
         search(Made(), space(memory_bytes=2 * GIB))
 
 
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"tp_sizes": [3]}, r"no layout of 16 devices has one of tp_sizes=\[3\]: .* Use 1, 2 or 4\."),
+        ({"tp_sizes": [1], "pp_sizes": [3, 16]}, r"has one of pp_sizes=\[3, 16\]: .* Use 1, 2, 4 or 8\."),
+        ({"tp_sizes": [4], "pp_sizes": [8]}, r"has one of pp_sizes=\[8\]: .* Use 1, 2 or 4\."),
+        ({"microbatch_sizes": [7], "tp_sizes": [1]}, r"no share .* microbatch_sizes=\[7\]\. Use 1, 2, 4, 8 or 16\."),
+    ],
+)
+def test_sizes_that_leave_no_layout_are_named_with_those_that_do(sizes, message):
+    with pytest.raises(ConfigError, match=message):
+        search(Made(), space(**sizes))
+
+
 def test_a_batch_that_no_layout_divides_is_refused():
     with pytest.raises(ConfigError, match="no layout of 16 devices divides a global batch of 7 samples"):
         search(Made(), space(global_batch=7, tp_sizes=[1], pp_sizes=[1]))
@@ -124,6 +138,23 @@ def test_each_reason_names_what_takes_longer():
     assert why_slower(recomputing, best).startswith("blocks are recomputed: a rank computes")
     waiting = replace(best, time=replace(best.time, passes_ms=1e4, step_ms=1e4))
     assert re.match(r"ranks wait \d+ % of the step", why_slower(waiting, best))
+
+
+def test_reasons_have_numbers_that_differ():
+    (best_of_all,) = search(Made(), space(num_kept=1)).best
+
+    def layout(step_ms, busy_ms, update_ms=1.0):
+        times = {"step_ms": step_ms, "passes_ms": step_ms - update_ms, "update_ms": update_ms, "busy_ms": busy_ms}
+        time = StepTime(**times, idle_share=0)
+        return replace(best_of_all, time=time)
+
+    best = layout(100.0, 70.0)
+    assert why_slower(layout(101.0, 70.7), best) == ("more work per rank: a rank computes 71 ms (70)")
+    assert why_slower(layout(100.9, 70.4), best).startswith("ranks wait 30 ms of the step, for others or")
+    assert why_slower(layout(100.3, 70.3), best) == "more work per rank: a rank computes 70.3 ms (70.0)"
+    assert why_slower(layout(100.2, 70.0, 1.04), best) == (
+        "ranks wait 29.2 ms of the step, for others or for gradients (29.0 ms)"
+    )
     assert plugin_call(best, "bf16").startswith("HybridParallelPlugin(tp_size=")
 
 
