@@ -219,7 +219,7 @@ def _describe(
         # Without any images, a text may have a length that others have not.
         with suppress(_DoesNotRun, PartitionError):
             return described_with((), generated, source), describe_sample(model, generated)
-    return described_with((), first, source), describe_sample(model, first)
+    return described_with((), first, source), describe_sample(model, first, number, length)
 
 
 def _chosen_by(partition: PartitionConfig) -> str:

@@ -55,12 +55,14 @@ def has_samples(model: nn.Module) -> bool:
     return hasattr(config, "sub_configs") or isinstance(config, Mapping)
 
 
-def describe_sample(model: nn.Module, sample: Any) -> list[str]:
+def describe_sample(model: nn.Module, sample: Any, images: int = 0, sequence_length: int | None = None) -> list[str]:
     """What a sample has of images, and what it lacks that the model takes: a line each, for people.
 
     Args:
         model: of transformers; of others nothing is said.
         sample: of :func:`make_samples`.
+        images: that were asked for.
+        sequence_length: as given to :func:`make_samples`.
     """
     if not isinstance(sample, dict) or not hasattr(getattr(model, "config", None), "sub_configs"):
         return []
@@ -69,16 +71,31 @@ def describe_sample(model: nn.Module, sample: Any) -> list[str]:
     for modality, names in _MODALITIES.items():
         taken = [name for name in names if name in takes]
         if taken and not any(name in sample for name in names) and not (_TEXT not in takes or _has_main(model, names)):
-            way_out = " (see --images, --sequence-length)" if modality == "images" else ""
+            why, way_out = "", ""
+            if modality == "images":
+                why, way_out = _why_none(model, images, sequence_length), " (see --images, --sequence-length)"
             names_taken = " and ".join(taken)
             lines.append(
-                f"{modality}: none in the sample, so what the model computes of {names_taken} is left out{way_out}"
+                f"{modality}: none in the sample{why}, so what the model computes of {names_taken} is left out{way_out}"
             )
     texts, token = sample.get(_TEXT), _image_token(model.config)
+    limit = _Maker(model, 1, None, torch.float32).named_limit
+    if isinstance(texts, Tensor) and limit is not None and texts.shape[1] > limit:
+        lines.append(f"tokens: {texts.shape[1]:,} of each sample, and the configuration is for {limit:,}")
     if isinstance(texts, Tensor) and "pixel_values" in sample and token is not None:
         count = int((texts[0] == token).sum())
         lines.append(f"images: {count:,} of {texts.shape[1]:,} tokens of each sample, pixels {_shape_of(sample)}")
     return lines
+
+
+def _why_none(model: nn.Module, images: int, sequence_length: int | None) -> str:
+    """Why a sample has none of the images that were asked for."""
+    if not images:
+        return ""
+    of_each = "the image of each text" if images == 1 else f"the {images:,} images of each text"
+    if any("pixel_values" in one for one in make_samples(model, 1, sequence_length, torch.float32, images)[1:]):
+        return f" (the model does not run on {of_each} that were made from its configuration)"
+    return f" (the tokens of {of_each} leave no room for text)"
 
 
 def _has_main(model: nn.Module, names: tuple[str, ...]) -> bool:
@@ -102,9 +119,16 @@ class _Maker:
         self._config: Any = model.config
         self._batch_size = batch_size
         self._dtype = dtype
-        limit = self._number("max_position_embeddings", "n_positions", "max_target_positions", default=_DEFAULT_LENGTH)
+        names = ("max_position_embeddings", "n_positions", "max_target_positions")
+        self.named_limit = self._number(*names, default=0) or None
+        limit = self.named_limit or _DEFAULT_LENGTH
         self._given_length, self._limit = length, limit
         self._length = length or min(_DEFAULT_LENGTH, limit)
+        if _TEXT in self._takes and self._length > limit and _has_learned_positions(model, limit):
+            raise ConfigError(
+                f"{type(model).__name__} has {limit:,} learned positions: got a sequence_length of {length:,}. Use at "
+                f"most {limit:,}."
+            )
 
     def main(self) -> dict[str, Tensor]:
         kinds = {
@@ -231,6 +255,16 @@ class _Maker:
     def _number(self, *names: str, default: int) -> int:
         found = self._find(*names) or default
         return int(found[0] if isinstance(found, list | tuple) else found)
+
+
+def _has_learned_positions(model: nn.Module, count: int) -> bool:
+    """Whether a model looks up so many positions in a table, to which some add a row or two for padding."""
+    return any(
+        isinstance(module, nn.Embedding)
+        and any(part in name.rpartition(".")[2] for part in ("pos", "wpe"))
+        and count <= module.num_embeddings <= count + 2
+        for name, module in model.named_modules()
+    )
 
 
 # Arguments of diffusers' models that are as wide as a setting of theirs says.

@@ -341,7 +341,8 @@ class EstimateRuns:
         if self._batches.sample is not None or self._candidate is None:
             return ()
         batch = list(self._batches.candidates(self._model, 1))[self._candidate]
-        return tuple(describe_sample(self._model, batch.inputs))
+        asked = self._batches.images, self._batches.sequence_length
+        return tuple(describe_sample(self._model, batch.inputs, *asked))
 
     def key_of(self, kind: RunKind) -> str:
         """What a measured time is of: the model's class and sizes, and how it was run."""

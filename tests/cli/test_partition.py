@@ -9,6 +9,7 @@ from processes import run_forked
 from support import boosted, image_batch
 from transformers import (
     BertConfig,
+    BertModel,
     LlamaConfig,
     ResNetConfig,
     T5Config,
@@ -491,9 +492,19 @@ def test_a_model_of_which_nothing_can_be_divided_is_refused(refusal):
     )
 
 
-def test_a_sample_that_does_not_fit_is_named(refusal):
+def test_a_sample_that_does_not_fit_is_named(refusal, monkeypatch):
+    def forward(self, input_ids, attention_mask):
+        raise RuntimeError("sizes do not match")
+
+    monkeypatch.setattr(BertModel, "forward", forward)
     config = BertConfig(**TINY, vocab_size=50, max_position_embeddings=24)
-    assert refusal(config, "--pp-size", "2", "--sequence-length", "25").startswith(
+    assert refusal(config, "--pp-size", "2", "--sequence-length", "24").startswith(
         "hybridpp: BertModel does not run on the inputs generated from its configuration, "
-        "input_ids [1, 25], attention_mask [1, 25]: "
+        "input_ids [1, 24], attention_mask [1, 24]: RuntimeError: sizes do not match"
     )
+
+
+def test_more_tokens_than_learned_positions_are_refused(refusal):
+    config = BertConfig(**TINY, vocab_size=50, max_position_embeddings=24)
+    text = "hybridpp: BertModel has 24 learned positions: got a sequence_length of 25. Use at most 24."
+    assert refusal(config, "--pp-size", "2", "--sequence-length", "25") == text

@@ -3,9 +3,13 @@
 import pytest
 import torch
 from transformers import (
+    BertConfig,
+    BertForMaskedLM,
     CLIPVisionConfig,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    GPT2Config,
+    GPT2LMHeadModel,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     LlamaConfig,
@@ -14,6 +18,8 @@ from transformers import (
     LlavaForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
+    OPTConfig,
+    OPTForCausalLM,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     WhisperConfig,
@@ -117,6 +123,36 @@ def test_texts_have_as_many_images_as_are_asked_for():
     assert line.startswith("images: none in the sample, so what the model computes of pixel_values is left out")
     # Three images have twelve tokens.
     assert make_samples(model, 2, 12, torch.float32, images=3)[1:] == []
+    (line,) = describe_sample(model, first, 3, 12)
+    assert "none in the sample (the tokens of the 3 images of each text leave no room for text), so what" in line
+    (line,) = describe_sample(model, first, 1, 32)
+    assert line.startswith("images: none in the sample (the model does not run on the image of each text that")
+
+
+POSITIONS = {"num_hidden_layers": 2, "max_position_embeddings": 16, "vocab_size": 20, "hidden_size": 8}
+HEADS = {"num_attention_heads": 1, "intermediate_size": 8}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=2, n_head=1, n_positions=16, vocab_size=20)),
+        lambda: BertForMaskedLM(BertConfig(**POSITIONS, **HEADS)),
+        lambda: OPTForCausalLM(OPTConfig(**POSITIONS, ffn_dim=8, num_attention_heads=1, word_embed_proj_dim=8)),
+    ],
+)
+def test_texts_longer_than_learned_positions_are_refused_before_they_are_made(make):
+    model = on_meta(make)
+    assert runs(model, make_samples(model, 1, 16, torch.float32)[0])
+    with pytest.raises(ConfigError, match=r"has 16 learned positions: got a sequence_length of 1,000,000,000\. Use at"):
+        make_samples(model, 1, 10**9, torch.float32)
+
+
+def test_texts_longer_than_a_rotary_model_names_are_told():
+    model = on_meta(lambda: LlamaForCausalLM(LlamaConfig(**POSITIONS, **HEADS)))
+    (line,) = describe_sample(model, make_samples(model, 1, 17, torch.float32)[0])
+    assert line == "tokens: 17 of each sample, and the configuration is for 16"
+    assert describe_sample(model, make_samples(model, 1, 16, torch.float32)[0]) == []
 
 
 def test_nothing_is_said_of_what_a_model_does_not_take():
