@@ -1,7 +1,8 @@
 """What commands print: tables that fit a terminal, plain text in a pipe, progress on stderr."""
 
+import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -15,6 +16,9 @@ from hybridpp.text_table import TextTable
 
 # Spaces between two columns, and between those of a table that must fold.
 _WIDE, _NARROW = 3, 2
+# The width that a column of names gets, if there is any.
+_LEAST = 16
+_PIECE = re.compile(r"[^./,=]*[./,=]+|[^./,=]+")
 
 
 def show(*parts: str | TextTable) -> None:
@@ -29,15 +33,21 @@ def show(*parts: str | TextTable) -> None:
     console = Console()
     for part in parts:
         if isinstance(part, TextTable):
-            console.print(_rich_table(part, console.width))
+            for numbers, widths in _parts(_columns(part), console.width):
+                console.print(_rich_table(part, numbers, widths))
         else:
             console.print(part, markup=False, highlight=False, soft_wrap=True)
 
 
-def _rich_table(table: TextTable, width: int) -> Table:
+def _columns(table: TextTable) -> list[tuple[str, ...]]:
+    """The title, the total and the cells of each column."""
     totals = [*table.totals, *[""] * (len(table.titles) - len(table.totals))]
-    columns = list(zip(table.titles, totals, *table.rows, strict=True))
-    widths = _widths(columns, width)
+    return list(zip(table.titles, totals, *table.rows, strict=True))
+
+
+def _rich_table(table: TextTable, numbers: Sequence[int], widths: Sequence[int] | None) -> Table:
+    """Some columns of a table, with these widths; None: those that they take."""
+    columns = _columns(table)
     rich_table = Table(
         box=box.SIMPLE_HEAD,
         show_footer=bool(table.totals),
@@ -45,32 +55,80 @@ def _rich_table(table: TextTable, width: int) -> Table:
         pad_edge=False,
         padding=(0, 1) if widths is None else (0, 1, 0, 0),
     )
-    for number, (title, total, *_) in enumerate(columns):
+    shown = []
+    for at, number in enumerate(numbers):
+        fixed = None if widths is None else widths[at]
+        cells = columns[number] if fixed is None else [_folded(cell, fixed) for cell in columns[number]]
         justify: Literal["left", "right"] = "left" if number in table.left else "right"
-        fixed = None if widths is None else widths[number]
-        rich_table.add_column(Text(title), footer=Text(total), justify=justify, overflow="fold", width=fixed)
-    for row in table.rows:
-        rich_table.add_row(*map(Text, row))
+        title, total, *rest = map(Text, cells)
+        rich_table.add_column(title, footer=total, justify=justify, overflow="fold", width=fixed)
+        shown.append(rest)
+    for row in zip(*shown, strict=True):
+        rich_table.add_row(*row)
     return rich_table
 
 
-def _widths(columns: Sequence[tuple[str, ...]], width: int) -> list[int] | None:
-    """Widths of columns that do not fit side by side; None: they do.
+def _parts(columns: Sequence[tuple[str, ...]], width: int) -> list[tuple[list[int], list[int] | None]]:
+    """The columns of each of the tables that a table becomes, and their widths; None: those that they take.
 
-    Columns take what their longest word takes, and the narrowest of the others what is left. Where even that is too
-    little, only words of the widest column are folded.
+    Columns take what their longest word takes, and the narrowest of the others what is left. Where words do not fit
+    side by side, long names are folded, at their dots. Where even that is too little, the last columns follow in a
+    table of their own, beside the first column again.
     """
     most = [max(map(len, column)) for column in columns]
+    everything = list(range(len(columns)))
     if sum(most) + _WIDE * (len(columns) - 1) + 2 <= width:
-        return None
-    found = [max(len(word) for cell in column for word in (cell.split() or [""])) for column in columns]
-    left = width - _NARROW * (len(columns) - 1) - 2
-    if sum(found) > left:
-        widest = found.index(max(found))
-        found[widest] = max(1, found[widest] + left - sum(found))
-    for number in sorted(range(len(columns)), key=lambda number: most[number]):
-        found[number] = min(most[number], found[number] + max(0, left - sum(found)))
-    return found
+        return [(everything, None)]
+    words = [max(len(word) for cell in column for word in (cell.split() or [""])) for column in columns]
+    least = [min(word, max(_LEAST, _longest_piece(column))) for word, column in zip(words, columns, strict=True)]
+    least = [min(one, max(_LEAST, width // 2)) for one in least]
+    parts: list[list[int]] = [[0]]
+    for number in everything[1:]:
+        if len(parts[-1]) > 1 and _taken([*parts[-1], number], least) > width:
+            parts.append([0])
+        parts[-1].append(number)
+    return [(part, _widths(part, (most, words, least), width)) for part in parts]
+
+
+def _widths(part: Sequence[int], sizes: tuple[Sequence[int], Sequence[int], Sequence[int]], width: int) -> list[int]:
+    """Widths of columns: the least, what their words take, then what they take in one line, as far as there is room."""
+    most, words, least = sizes
+    found = {number: least[number] for number in part}
+    for wanted in (words, most):
+        for number in sorted(part, key=lambda number: wanted[number]):
+            left = width - _taken(part, found)
+            found[number] = min(max(wanted[number], found[number]), found[number] + max(0, left))
+    return [found[number] for number in part]
+
+
+def _taken(part: Sequence[int], widths: Mapping[int, int] | Sequence[int]) -> int:
+    return sum(widths[number] for number in part) + _NARROW * (len(part) - 1) + 2
+
+
+def _longest_piece(column: Sequence[str]) -> int:
+    return max(len(piece) for cell in column for word in cell.split() or [""] for piece in _pieces(word))
+
+
+def _pieces(word: str) -> list[str]:
+    """The parts of a long name; a number is one."""
+    return _PIECE.findall(word) if any(map(str.isalpha, word)) else [word]
+
+
+def _folded(text: str, width: int) -> str:
+    """Text in lines of a width: folded between words, of longer words at dots and the like, else anywhere."""
+    lines = [""]
+    for word in text.split(" "):
+        gap = " " if lines[-1] else ""
+        if len(lines[-1]) + len(gap) + len(word) <= width:
+            lines[-1] += gap + word
+            continue
+        if lines[-1]:
+            lines.append("")
+        for piece in [word] if len(word) <= width else _pieces(word):
+            if len(lines[-1]) + len(piece) > width and lines[-1]:
+                lines.append("")
+            lines[-1] += piece  # rich folds one that is too long
+    return "\n".join(lines)
 
 
 @contextmanager
