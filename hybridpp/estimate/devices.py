@@ -7,6 +7,7 @@ from typing import Any
 
 from hybridpp.errors import ConfigError, text_of
 from hybridpp.estimate.unit_times import UnitTimes
+from hybridpp.strict_json import parse_strictly
 
 _GIB = 2**30
 
@@ -113,12 +114,12 @@ class DeviceProfile:
             ConfigError: the text is no profile.
         """
         try:
-            values: Any = json.loads(text)
+            values: Any = parse_strictly(text)
             measured = tuple(UnitTimes.from_values(one) for one in values.pop("measured", ()))
             return cls(**values, measured=measured)
         except ConfigError:
             raise
-        except (ValueError, RecursionError, TypeError, AttributeError, KeyError) as error:
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise ConfigError(
                 f"this is no device profile: {text_of(error)}. Write one with hybridpp profile."
             ) from error

@@ -10,6 +10,7 @@ from typing import Any
 from hybridpp.errors import ScheduleError, text_of
 from hybridpp.schedule.action import Action, Programs
 from hybridpp.schedule.render import parse_action
+from hybridpp.strict_json import parse_strictly
 
 # What lowering adds, here and in torch; skipped when a file is read.
 _COMMUNICATION = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|UNSHARD|RESHARD)\d*")
@@ -80,9 +81,9 @@ def _read_csv(path: Path) -> list[list[str]]:
 def _read_json(path: Path) -> list[list[str]]:
     way_out = 'Write it as {"ranks": [["0F0", "0B0"]]}.'
     try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ScheduleError(f"{path} is not a JSON file: {text_of(error)}. {way_out}") from error
+        content: Any = parse_strictly(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ScheduleError(f"{path} holds no schedule: {text_of(error)}. {way_out}") from error
     rows = content.get("ranks") if isinstance(content, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
         raise ScheduleError(f"{path} has no list of cells for each rank. {way_out}")

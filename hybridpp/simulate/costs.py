@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from hybridpp.errors import ConfigError, text_of
 from hybridpp.schedule import ActionKind
 from hybridpp.simulate.measured import measured_ms
+from hybridpp.strict_json import parse_strictly
 from hybridpp.timeline import Timeline
 
 PerStage: TypeAlias = float | tuple[float, ...]
@@ -169,9 +170,9 @@ class Costs:
             ConfigError: the text is not an object with these names, or a cost is invalid.
         """
         try:
-            values: Any = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"costs must be JSON: {text_of(error)}.") from error
+            values: Any = parse_strictly(text)
+        except ValueError as error:
+            raise ConfigError(f"this text holds no costs: {text_of(error)}. Write what Costs.to_json gives.") from error
         names = [field.name for field in dataclasses.fields(cls)]
         if not isinstance(values, dict) or "num_stages" not in values or not values.keys() <= set(names):
             got = ", ".join(values) or "nothing" if isinstance(values, dict) else type(values).__name__

@@ -4,7 +4,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from hybridpp.errors import ConfigError
+from hybridpp.errors import ConfigError, text_of
+from hybridpp.strict_json import parse_strictly
 from hybridpp.timeline.span import Span
 
 
@@ -72,12 +73,12 @@ class Timeline:
             ConfigError: the text is not a timeline.
         """
         try:
-            return cls(tuple(_span(row) for row in json.loads(text)["spans"]))
-        except (TypeError, KeyError, ValueError, OverflowError, RecursionError) as error:
+            return cls(tuple(_span(row) for row in parse_strictly(text)["spans"]))
+        except (TypeError, KeyError, ValueError, OverflowError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(
-                f'a timeline is written as {{"spans": [[{", ".join(Span._fields)}], ...]}}: {error}.'
+                f'a timeline is written as {{"spans": [[{", ".join(Span._fields)}], ...]}}: {text_of(error)}.'
             ) from error
 
 

@@ -38,7 +38,10 @@ def test_the_example_of_a_device_file_is_one_and_names_its_sources():
     assert set(device.sources) == {"tflops", "memory_gib_s", "host_gib_s", "network_gib_s", "kernels"}
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"name": "x"}'])
+H100 = DEVICES["h100"].to_json()
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"name": "x"}', H100.replace("{", '{"name": "x", ', 1)])
 def test_what_is_no_profile_is_refused(text):
     with pytest.raises(ConfigError, match="this is no device profile"):
         DeviceProfile.from_json(text)

@@ -345,6 +345,24 @@ class Watch:
                 os._exit(3)
 
 
+def edits(base, seeds, watch, name):
+    """For each seed, an edited copy of what is in ``base / "right"``, and a function that ends it with its outcome."""
+    for seed in seeds:
+        scratch = base / str(seed)
+        planted, folder = plant_around(scratch), scratch / "folder"
+        shutil.copytree(base / "right", folder)
+        what = edited(folder, random.Random(seed))
+        watch.begin(f"{name}, seed {seed}: {what}")
+
+        def ended(outcome, scratch=scratch, planted=planted, seed=seed, what=what):
+            if around(scratch) != planted:
+                outcome = Outcome(outcome.word, "files outside were changed")
+            shutil.rmtree(scratch)
+            return seed, what, outcome
+
+        yield folder, ended
+
+
 class OfRun:
     """Checkpoints of a run, or the state of its optimizer alone."""
 
@@ -451,20 +469,11 @@ class OfWeights:
         model, *_ = booster.boost(model, None, None)
         self._save(booster, model, base / "right")
         right = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        for seed in seeds:
-            scratch = base / str(seed)
-            planted, folder = plant_around(scratch), scratch / "folder"
-            shutil.copytree(base / "right", folder)
-            what = edited(folder, random.Random(seed))
-            watch.begin(f"{self.name}, seed {seed}: {what}")
+        for folder, ended in edits(base, seeds, watch, self.name):
             other = {name: torch.full_like(tensor, 7) for name, tensor in right.items()}
             with torch.no_grad():
                 model.load_state_dict(other)
-            outcome = self._one(booster, model, folder, right, other)
-            if around(scratch) != planted:
-                outcome = Outcome(outcome.word, "files outside were changed")
-            shutil.rmtree(scratch)
-            yield seed, what, outcome
+            yield ended(self._one(booster, model, folder, right, other))
 
     def _save(self, booster, model, folder):
         folder.mkdir(exist_ok=True)
@@ -528,25 +537,20 @@ class OfImport:
                 dcp.save(state, checkpoint_id=base / "right", no_dist=True)
         else:
             torch.save(state, base / "right" / "model.pt")
-        for seed in seeds:
-            scratch = base / str(seed)
-            planted, folder = plant_around(scratch), scratch / "folder"
-            shutil.copytree(base / "right", folder)
-            what = edited(folder, random.Random(seed))
-            watch.begin(f"{self.name}, seed {seed}: {what}")
-            source = folder if self._is_dcp else folder / "model.pt"
-            _, word, detail = attempt(lambda: import_run(open_source(source), scratch / "out", 1))  # noqa: B023
-            problem = detail if word == "raw" else ""
-            if not word:
-                tensors, _ = checkpoint_of(scratch / "out" / "step-00000001")
-                found = {key.removeprefix("model0/weights/"): one for key, one in tensors.items() if "/weights/" in key}
-                if fingerprint(found) != fingerprint(state["model"]):
-                    said, failed, _ = attempt(lambda: self._reference(source, found))  # noqa: B023
-                    problem = "other weights than the files say" if failed or fingerprint(found) != said else ""
-            if around(scratch) != planted:
-                problem = "files outside were changed"
-            shutil.rmtree(scratch)
-            yield seed, what, Outcome(word or "loaded", problem, detail)
+        for folder, ended in edits(base, seeds, watch, self.name):
+            yield ended(self._one(folder if self._is_dcp else folder / "model.pt", folder.parent / "out", state))
+
+    def _one(self, source, out, state):
+        _, word, detail = attempt(lambda: import_run(open_source(source), out, 1))
+        if word:
+            return Outcome(word, detail if word == "raw" else "", detail)
+        tensors, _ = checkpoint_of(out / "step-00000001")
+        found = {key.removeprefix("model0/weights/"): one for key, one in tensors.items() if "/weights/" in key}
+        if fingerprint(found) == fingerprint(state["model"]):
+            return Outcome("loaded", "", detail)
+        said, failed, _ = attempt(lambda: self._reference(source, found))
+        is_other = failed or fingerprint(found) != said
+        return Outcome("loaded", "other weights than the files say" if is_other else "", detail)
 
     def _reference(self, source, found):
         target = {"model": {name: torch.zeros_like(tensor) for name, tensor in found.items()}}

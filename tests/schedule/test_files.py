@@ -104,7 +104,12 @@ def test_torchs_schedules_with_two_stages_per_rank_can_be_loaded_and_run(tmp_pat
         (
             "plan.json",
             "[",
-            'plan.json is not a JSON file: Expecting value: line 1 column 2 (char 1). Write it as {"ranks": [[',
+            'plan.json holds no schedule: it is no JSON: Expecting value: line 1 column 2 (char 1). Write it as {"ra',
+        ),
+        (
+            "plan.json",
+            '{"ranks": [], "ranks": []}',
+            "plan.json holds no schedule: the key 'ranks' is there twice",
         ),
         ("plan.json", '[["0F0"]]', 'plan.json has no list of cells for each rank. Write it as {"ranks": [["0F0", "0B0'),
         ("plan.json", '{"ranks": ["0F0"]}', "plan.json has no list of cells for each rank."),

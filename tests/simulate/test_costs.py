@@ -52,7 +52,11 @@ FIELDS = (
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tea", "costs must be JSON: Expecting value: line 1 column 1 (char 0)."),
+        (
+            "tea",
+            "this text holds no costs: it is no JSON: Expecting value: line 1 column 1 (char 0). Write what "
+            "Costs.to_json gives.",
+        ),
         ("[1]", f"costs are an object with num_stages and some of {FIELDS}: got list."),
         ('{"tea": 1}', f"costs are an object with num_stages and some of {FIELDS}: got tea."),
         ('{"num_stages": "2"}', "num_stages must be an integer of at least 1: got '2'."),
@@ -66,7 +70,10 @@ FIELDS = (
             "send_ms has 3 numbers for the 2 boundaries of 3 stages. Give 2, or one number (not a list) for all.",
         ),
         ('{"num_stages": 2, "forward_ms": -1}', "forward_ms must be a number of at least 0, or one per stage: got -1."),
-        ('{"num_stages": 2, "send_ms": [NaN]}', "send_ms must be a number of at least 0, or one per stage: got nan."),
+        (
+            '{"num_stages": 2, "send_ms": [NaN]}',
+            "this text holds no costs: NaN is there, which is no number of JSON. Write what Costs.to_json gives.",
+        ),
         (
             '{"num_stages": 1, "backward_ms": "1"}',
             "backward_ms must be a number of at least 0, or one per stage: got '1'.",

@@ -56,7 +56,8 @@ def test_the_kinds_that_compute_are_those_of_schedules():
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("tea", "Expecting value: line 1 column 1 (char 0)."),
+        ("tea", "it is no JSON: Expecting value: line 1 column 1 (char 0)."),
+        ('{"spans": [[0, 0, "F", 0, 1.0, 1e999]]}', "1e999 is there, which is too large for a number."),
         ("[]", "list indices must be integers or slices, not str."),
         ('{"spans": [[0, 0, "F", 0, 1.0]]}', "not enough values to unpack (expected 6, got 5)."),
     ],
