@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from hybridpp.boosted import check_kinds
 from hybridpp.boosted_runs import BoostedRuns
 from hybridpp.booster_adapters import BoosterAdapters
-from hybridpp.errors import ConfigError
+from hybridpp.errors import ConfigError, shown
 from hybridpp.optim import JoinedOptimizer
 from hybridpp.plugin import (
     Boosted,
@@ -425,7 +425,7 @@ class Booster(BoosterAdapters):
 def _check_arguments(mixed_precision: Any, plugin_kwargs: Any) -> None:
     if mixed_precision is not None and not isinstance(mixed_precision, str):
         raise ConfigError(
-            f"mixed_precision must be 'fp32', 'fp16' or 'bf16', or None: got mixed_precision={mixed_precision!r}."
+            f"mixed_precision must be 'fp32', 'fp16' or 'bf16', or None: got mixed_precision={shown(mixed_precision)}."
         )
     if plugin_kwargs is None:
         return
@@ -452,7 +452,7 @@ def _settings(mixed_precision: str | None, given: Mapping[str, Any]) -> dict[str
         return dict(given)
     if given.get("precision", mixed_precision) != mixed_precision:
         raise ConfigError(
-            f"mixed_precision and precision are one setting: got mixed_precision={mixed_precision!r} and "
+            f"mixed_precision and precision are one setting: got mixed_precision={shown(mixed_precision)} and "
             f"precision={given['precision']!r}. Give one of them."
         )
     return {**given, "precision": mixed_precision}

@@ -1,5 +1,10 @@
 """The exceptions of hybridpp: a message states the rule, the values that break it and what to do."""
 
+from collections.abc import Collection
+from typing import Any
+
+_MOST_NAMES, _MOST_CHARACTERS = 8, 200
+
 
 class HybridppError(Exception):
     """Base class of every error that hybridpp raises on purpose."""
@@ -81,3 +86,19 @@ def text_of(error: BaseException) -> str:
 def named(error: BaseException) -> str:
     """The class of an error and what it says, inside a sentence."""
     return f"{type(error).__name__}: {text_of(error)}"
+
+
+def shown(value: Any) -> str:
+    """The ``repr`` of a value that somebody gave, cut where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # of an int with more than 4300 digits
+        return f"<{type(value).__name__}, too long to be shown>"
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}… ({len(text):,} characters)"
+
+
+def some_of(values: Collection[Any]) -> str:
+    """A list of values, as Python writes it; of many the first ones, and how many there are."""
+    first = ", ".join(shown(value) for value, _ in zip(values, range(_MOST_NAMES), strict=False))
+    more = len(values) - _MOST_NAMES
+    return f"[{first}]" + (f" and {more:,} more" if more > 0 else "")

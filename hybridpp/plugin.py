@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hybridpp.boosted import Boosted, Criterion
 from hybridpp.config import require_bools
-from hybridpp.errors import ConfigError, text_of
+from hybridpp.errors import ConfigError, shown, text_of
 from hybridpp.pipeline import InputSelection, num_samples, to_plain_containers
 from hybridpp.plugin_saves import InitializesModels, Resumed, SavesModels, SavesParts, SavesRuns
 from hybridpp.registry import load_plugin
@@ -159,8 +159,8 @@ class Plugin:
             ConfigError: the plugin has a precision of its own.
         """
         raise ConfigError(
-            f"precision is a setting of the plugin: got mixed_precision={precision!r} and a {type(self).__name__}. "
-            f"Pass precision={precision!r} to the plugin."
+            f"precision is a setting of the plugin: got mixed_precision={shown(precision)} and a "
+            f"{type(self).__name__}. Pass precision={precision!r} to the plugin."
         )
 
     def control_precision(self) -> bool:
@@ -231,7 +231,7 @@ def plugin_class(name: str) -> type[Plugin]:
     """
     found = load_plugin(name)
     if not (isinstance(found, type) and issubclass(found, Plugin)):
-        raise ConfigError(f"plugin {name!r} must be a subclass of hybridpp.plugin.Plugin: got {found!r}.")
+        raise ConfigError(f"plugin {name!r} must be a subclass of hybridpp.plugin.Plugin: got {shown(found)}.")
     return found
 
 
@@ -266,7 +266,7 @@ class StepOptions:
         # Comparisons of numpy's numbers give its own class of bools.
         require_bools(**{name: flag for name, flag in flags.items() if type(flag).__name__ not in ("bool", "bool_")})
         if not isinstance(self.outputs_on, str) or self.outputs_on not in get_args(OutputRanks):
-            raise ConfigError(f"outputs_on is one of {', '.join(get_args(OutputRanks))}: got {self.outputs_on!r}.")
+            raise ConfigError(f"outputs_on is one of {', '.join(get_args(OutputRanks))}: got {shown(self.outputs_on)}.")
         if self.outputs_on != "last" and not self.return_outputs:
             raise ConfigError(
                 f"outputs_on={self.outputs_on!r} says who gets the outputs: got return_outputs=False. Pass "
@@ -274,7 +274,7 @@ class StepOptions:
             )
         count: Any = self.num_microbatches
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-            raise ConfigError(f"num_microbatches must be an integer of at least 1, or None: got {count!r}.")
+            raise ConfigError(f"num_microbatches must be an integer of at least 1, or None: got {shown(count)}.")
 
 
 def configure_with(plugin: Plugin, parts: Boosted, **options: Any) -> Boosted:

@@ -4,7 +4,7 @@ import importlib
 from importlib.metadata import entry_points
 from typing import Any
 
-from hybridpp.errors import ConfigError
+from hybridpp.errors import ConfigError, shown
 
 GROUP = "hybridpp.plugins"
 # What pyproject.toml declares, for a checkout that is on PYTHONPATH and not installed.
@@ -34,5 +34,5 @@ def load_plugin(name: str) -> Any:
         module, _, attribute = _OWN[name].partition(":")
         return getattr(importlib.import_module(module), attribute)
     raise ConfigError(
-        f"plugin is one of {', '.join(plugin_names())}: got {name!r}. Install the package that brings it."
+        f"plugin is one of {', '.join(plugin_names())}: got {shown(name)}. Install the package that brings it."
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridpp.config import require_bools
-from hybridpp.errors import ConfigError
+from hybridpp.errors import ConfigError, shown
 
 RUN_PARTS = ("model", "optimizer", "lr_scheduler", "dataloader", "generators", "extras")
 """What a checkpoint of a run has, by the names that ``booster.resume(parts=)`` takes."""
@@ -36,8 +36,8 @@ def run_parts_of(parts: Any) -> frozenset[str]:
     names = [parts] if is_text or not isinstance(parts, Collection) else list(parts)
     if is_text or not names or any(name not in RUN_PARTS for name in names):
         raise ConfigError(
-            f"parts names what is resumed of a checkpoint, as in parts={{'model', 'optimizer'}}: got parts={parts!r}. "
-            f"There are {', '.join(RUN_PARTS)}."
+            f"parts names what is resumed of a checkpoint, as in parts={{'model', 'optimizer'}}: got "
+            f"parts={shown(parts)}. There are {', '.join(RUN_PARTS)}."
         )
     return frozenset(names)
 
@@ -84,7 +84,7 @@ def check_size_per_shard(size_per_shard: float) -> None:
     """
     if isinstance(size_per_shard, bool) or not isinstance(size_per_shard, int | float) or not size_per_shard > 0:
         raise ConfigError(
-            f"size_per_shard must be a number of MB above 0: got {size_per_shard!r}. Use, for example, 1024."
+            f"size_per_shard must be a number of MB above 0: got {shown(size_per_shard)}. Use, for example, 1024."
         )
 
 
@@ -108,7 +108,9 @@ def with_prefix(path: str | Path, prefix: str | None) -> Path:
     if not prefix:
         return Path(path)
     if not isinstance(prefix, str) or Path(prefix).name != prefix or prefix == "..":
-        raise ConfigError(f"prefix must be the name of a folder to make in the path: got {prefix!r}. Use a plain name.")
+        raise ConfigError(
+            f"prefix must be the name of a folder to make in the path: got {shown(prefix)}. Use a plain name."
+        )
     if is_file_name(Path(path)) and not Path(path).is_dir():
         raise ConfigError(f"prefix={prefix!r} names a folder, and {path} ends as a file does. Put it in that name.")
     return Path(path) / prefix
@@ -123,8 +125,8 @@ def check_run_arguments(step: int, keep_last: int | None, extras: Any = None) ->
     if extras is not None and not isinstance(extras, Mapping):
         raise ConfigError(f'extras must be a dict: got {extras!r}. Give each value a name, as in {{"best": 0.9}}.')
     if isinstance(step, bool) or not isinstance(step, Integral) or step < 0:
-        raise ConfigError(f"step must be a number of steps, 0 or more: got {step!r}. Count the run's steps.")
+        raise ConfigError(f"step must be a number of steps, 0 or more: got {shown(step)}. Count the run's steps.")
     if keep_last is not None and (isinstance(keep_last, bool) or not isinstance(keep_last, int) or keep_last < 1):
         raise ConfigError(
-            f"keep_last must be a number of checkpoints, 1 or more: got {keep_last!r}. Leave it out to keep all."
+            f"keep_last must be a number of checkpoints, 1 or more: got {shown(keep_last)}. Leave it out to keep all."
         )

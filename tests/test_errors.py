@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from hybridpp import errors
-from hybridpp.errors import HybridppError, named, text_of
+from hybridpp.config import PartitionConfig, ZeroConfig
+from hybridpp.errors import ConfigError, HybridppError, named, shown, some_of, text_of
 
 ROOT = Path(__file__).parents[1]
 
-CLASSES = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if cls is not HybridppError]
+OWN = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if cls.__module__ == errors.__name__]
+CLASSES = [cls for cls in OWN if cls is not HybridppError]
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
@@ -31,3 +33,24 @@ def test_no_message_puts_a_full_stop_after_an_error_that_may_end_in_one():
     pattern = re.compile(r"\{(error|real|raised)\}\.[ \"]")
     found = [f"{path.name}: {one[0]}" for path in sources for one in pattern.finditer(path.read_text())]
     assert found == []
+
+
+def test_long_values_and_lists_are_cut_with_a_count():
+    assert shown("x" * 198) == repr("x" * 198)
+    assert shown("x" * 10_000) == f"'{'x' * 199}… (10,002 characters)"
+    assert shown(10**5000) == "<int, too long to be shown>"
+    assert some_of(["a", "b"]) == "['a', 'b']"
+    assert some_of(range(2_009)) == "[0, 1, 2, 3, 4, 5, 6, 7] and 2,001 more"
+
+
+LONG = {"layers_per_stage": [1] * 10**5, "split_points": {f"layers.{n}": "after" for n in range(10**4)}}
+
+
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [(PartitionConfig, {"balance": "x" * 10**6}), (PartitionConfig, LONG), (ZeroConfig, {"zero_stage": "9" * 10**6})],
+)
+def test_messages_of_settings_stay_short(make, settings):
+    with pytest.raises(ConfigError) as raised:
+        make(**settings)
+    assert len(str(raised.value)) < 600

@@ -6,7 +6,7 @@ from hybridpp.checkpoint.commit import committed_steps, steps
 from hybridpp.checkpoint.manifest import DATA_FILE, MANIFEST, MOST_BYTES
 from hybridpp.checkpoint.remote_path import AnyPath, dangling_link
 from hybridpp.checkpoint.schema import read_json
-from hybridpp.errors import CheckpointError
+from hybridpp.errors import CheckpointError, some_of
 from hybridpp.saving import PICKLED_SUFFIXES, SAFE_SUFFIXES
 
 # What the state of a manifest may hold, with the calls that write and read it.
@@ -37,7 +37,7 @@ def why_no_checkpoint(path: AnyPath) -> str:
     if begun := steps(path):
         return (
             f"{path} holds no complete checkpoint, only what saves wrote that were killed or are still running, of the "
-            f"steps {begun}. "
+            f"steps {some_of(begun)}. "
         )
     if not any(True for _ in path.iterdir()):
         return f"{path} is empty. "
@@ -72,7 +72,7 @@ def _kind_of(path: Path) -> str:
     if steps(path):
         return "It holds saves of a run that were killed or are still running. "
     if found := sorted(manifest.parent.name for manifest in path.glob(f"*/{MANIFEST}")):
-        return f"There are saves in {found} below it: use prefix= to load one of them. "
+        return f"There are saves in {some_of(found)} below it: use prefix= to load one of them. "
     return _WEIGHTS if has_weights(path) else ""
 
 

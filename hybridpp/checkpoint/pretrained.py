@@ -20,7 +20,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from hybridpp.checkpoint.find_tensors import TensorLocation, find_tensors
 from hybridpp.checkpoint.model_origin import check_depth
 from hybridpp.checkpoint.read import CheckpointContents, InMemory, StoredTensor, open_tensors, shapes_of
-from hybridpp.errors import CheckpointError, named
+from hybridpp.errors import CheckpointError, named, some_of
 from hybridpp.nn.pretrained_model import without_progress_bars
 
 
@@ -81,8 +81,8 @@ def open_pretrained(model: PreTrainedModel, path: Path, strict: bool) -> Checkpo
     shell, info = _load(model, path, device_map="meta")
     if strict and (info["missing_keys"] or info["unexpected_keys"]):
         raise CheckpointError(
-            f"{path} does not fit {type(model).__name__}: missing {sorted(info['missing_keys'])}, "
-            f"unexpected {sorted(info['unexpected_keys'])}. Use strict=False to load what fits."
+            f"{path} does not fit {type(model).__name__}: missing {some_of(sorted(info['missing_keys']))}, "
+            f"unexpected {some_of(sorted(info['unexpected_keys']))}. Use strict=False to load what fits."
         )
     state = {name: leaf for name, leaf in shell.state_dict(keep_vars=True).items() if isinstance(leaf, Tensor)}
     sources = _recipes(shell, locations)

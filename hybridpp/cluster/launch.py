@@ -23,7 +23,7 @@ from hybridpp.cluster.starters import OPENMPI, SLURM, TORCHRUN, starter_of
 from hybridpp.cluster.stop_request import STOP_SIGNALS
 from hybridpp.cluster.watchdog_limits import WatchdogLimits
 from hybridpp.cluster.world import override
-from hybridpp.errors import ConfigError, LaunchError
+from hybridpp.errors import ConfigError, LaunchError, shown
 
 _SHARED_MEMORY = "HYBRIDPP_SHARED_MEMORY"
 _NOTES = "HYBRIDPP_NOTES"
@@ -230,7 +230,7 @@ def join_as_started(address: str | None, timeout_s: float = TIMEOUT_S) -> None:
     if not host or not port.isdecimal():
         raise LaunchError(
             f"{starter.name} started this process as one of {os.environ[starter.size]}, which meet at an address: got "
-            f"{address!r}. Pass --address HOST:PORT, with the host of rank 0 and a free port there."
+            f"{shown(address)}. Pass --address HOST:PORT, with the host of rank 0 and a free port there."
         )
     if starter.variables == OPENMPI:
         launch_from_openmpi(host, int(port), timeout_s=timeout_s)
@@ -285,7 +285,7 @@ def shared_memory_wanted() -> bool:
     value = os.environ.get(_SHARED_MEMORY, "1")
     if value not in ("0", "1"):
         raise ConfigError(
-            f"{_SHARED_MEMORY} is 0 or 1: got {value!r}. Use 0 for gloo between ranks of one host, or unset it."
+            f"{_SHARED_MEMORY} is 0 or 1: got {shown(value)}. Use 0 for gloo between ranks of one host, or unset it."
         )
     return value == "1"
 
@@ -384,7 +384,7 @@ def _number(name: str) -> int:
     try:
         return int(os.environ[name])
     except ValueError:
-        raise LaunchError(f"{name} is a number: got {os.environ[name]!r}. Leave it as it was set.") from None
+        raise LaunchError(f"{name} is a number: got {shown(os.environ[name])}. Leave it as it was set.") from None
 
 
 def _require(names: tuple[str, ...], function: str, starter: str, way_out: str) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from hybridpp.cluster.progress import Section
-from hybridpp.errors import ConfigError
+from hybridpp.errors import ConfigError, shown
 
 # Tracing and compiling a large model, and writing a large checkpoint, may take so long.
 _LONG_S = 1800.0
@@ -46,9 +46,9 @@ class WatchdogLimits:
         limits = dict(given) if isinstance(given, Mapping) else {"step": given}
         for name, value in limits.items():
             if name not in names:
-                raise ConfigError(f"watchdog_s has limits of {', '.join(names)}: got one of {name!r}.")
+                raise ConfigError(f"watchdog_s has limits of {', '.join(names)}: got one of {shown(name)}.")
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise ConfigError(f"watchdog_s is a number of seconds above 0: got {value!r} for {name}. Use 60.")
+                raise ConfigError(f"watchdog_s is a number of seconds above 0: got {shown(value)} for {name}. Use 60.")
         if "step" not in limits:
             raise ConfigError(f'watchdog_s needs a limit of a step: got {dict(limits)}. Add "step": 60.')
         step = limits["step"]

@@ -6,7 +6,7 @@ from dataclasses import fields
 from numbers import Integral, Number, Real
 from typing import Any
 
-from hybridpp.errors import ConfigError
+from hybridpp.errors import ConfigError, shown
 
 
 def require_plain(**values: Any) -> None:
@@ -44,7 +44,7 @@ def require_bools(**values: Any) -> None:
     """
     for name, value in values.items():
         if not isinstance(value, bool):
-            raise ConfigError(f"{name} must be True or False: got {name}={value!r}. Pass a bool.")
+            raise ConfigError(f"{name} must be True or False: got {name}={shown(value)}. Pass a bool.")
 
 
 def require_numbers(kind: type[int] | type[float], **values: Any) -> None:
@@ -56,7 +56,7 @@ def require_numbers(kind: type[int] | type[float], **values: Any) -> None:
     number, what = (Integral, "an integer") if kind is int else (Real, "a number")
     for name, value in values.items():
         if not isinstance(value, number) or isinstance(value, bool) or value != value:
-            raise ConfigError(f"{name} must be {what}: got {name}={value!r}. Pass {what}, or leave it out.")
+            raise ConfigError(f"{name} must be {what}: got {name}={shown(value)}. Pass {what}, or leave it out.")
         if kind is float and isinstance(value, int) and abs(value) > sys.float_info.max:
             raise ConfigError(
                 f"{name} must be at most {sys.float_info.max:.3g}: got an integer of {len(str(abs(value)))} digits. "

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridpp.config.base import ConfigBase
-from hybridpp.errors import ConfigError
+from hybridpp.errors import ConfigError, shown
 
 _KEYWORDS = ("backend", "dynamic", "fullgraph", "mode", "options")
 
@@ -34,7 +34,7 @@ class CompileConfig(ConfigBase):
         if not isinstance(given, Mapping) or not set(given) <= set(_KEYWORDS):
             raise ConfigError(
                 f"compile_blocks must be True, False, or a dict of torch.compile's {', '.join(_KEYWORDS)}: got "
-                f"compile_blocks={given!r}."
+                f"compile_blocks={shown(given)}."
             )
 
     @property

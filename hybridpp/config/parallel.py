@@ -6,7 +6,7 @@ from enum import Enum
 from typing import Any, Literal
 
 from hybridpp.config.base import ConfigBase
-from hybridpp.errors import ConfigError
+from hybridpp.errors import ConfigError, shown, some_of
 from hybridpp.sizes import parse_bytes
 
 
@@ -38,7 +38,7 @@ class ParallelConfig(ConfigBase):
     def __post_init__(self) -> None:
         for name, value in (("tp_size", self.tp_size), ("pp_size", self.pp_size)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name} must be an integer of at least 1: got {name}={value!r}.")
+                raise ConfigError(f"{name} must be an integer of at least 1: got {name}={shown(value)}.")
         super().__post_init__()
         if self.check_weights_every < 0:
             raise ConfigError(
@@ -49,7 +49,7 @@ class ParallelConfig(ConfigBase):
         if plan is not None and not (isinstance(plan, Mapping) and all(isinstance(name, str) for name in plan)):
             raise ConfigError(
                 "tensor_parallel_plan must be a dict from patterns of module names to styles, like "
-                f"{{'*.q_proj': 'column', '*.o_proj': 'row'}}: got {plan!r}."
+                f"{{'*.q_proj': 'column', '*.o_proj': 'row'}}: got {shown(plan)}."
             )
         self._check_sequences()
 
@@ -124,24 +124,26 @@ class PartitionConfig(ConfigBase):
         _ = self.limit_bytes
         if self.split_points is not None and not isinstance(self.split_points, Mapping):
             raise ConfigError(
-                f"split_points must be a dict from module names to 'before' or 'after': got {self.split_points!r}."
+                f"split_points must be a dict from module names to 'before' or 'after': got {shown(self.split_points)}."
             )
         counts: Any = self.layers_per_stage
         if counts is not None and not (
             isinstance(counts, Sequence) and counts and all(isinstance(count, int) and count > 0 for count in counts)
         ):
             got = list(counts) if isinstance(counts, list | tuple) else counts
-            raise ConfigError(f"layers_per_stage needs an integer of at least 1 for every stage: got {got!r}.")
+            raise ConfigError(f"layers_per_stage needs an integer of at least 1 for every stage: got {shown(got)}.")
         if self.layers_per_stage is not None and self.split_points is not None:
             raise ConfigError(
                 "give layers_per_stage or split_points, not both: "
-                f"got {list(self.layers_per_stage)} and {dict(self.split_points)}."
+                f"got {some_of(self.layers_per_stage)} and {shown(dict(self.split_points))}."
             )
         if self.split_points is not None:
             sides = {name: cut_side(side) for name, side in self.split_points.items()}
             for name, side in sides.items():
                 if side not in ("before", "after"):
-                    raise ConfigError(f"a side in split_points must be 'before' or 'after': got {side!r} for {name!r}.")
+                    raise ConfigError(
+                        f"a side in split_points must be 'before' or 'after': got {shown(side)} for {shown(name)}."
+                    )
             object.__setattr__(self, "split_points", sides)
         if self.balance not in ("flops", "parameters", "time"):
-            raise ConfigError(f"balance must be one of flops, parameters, time: got {self.balance!r}.")
+            raise ConfigError(f"balance must be one of flops, parameters, time: got {shown(self.balance)}.")

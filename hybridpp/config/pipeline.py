@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridpp.config.base import ConfigBase
-from hybridpp.errors import ConfigError
+from hybridpp.errors import ConfigError, shown
 from hybridpp.sizes import MAX_PASSES
 
 
@@ -38,20 +38,20 @@ class PipelineGradientCheckpointConfig(ConfigBase):
         if ratio is not None and counts is not None:
             raise ConfigError(
                 "give gradient_checkpointing_ratio or num_ckpt_layers_per_stage, not both: "
-                f"got {ratio!r} and {counts!r}."
+                f"got {shown(ratio)} and {shown(counts)}."
             )
         if ratio is not None and not (isinstance(ratio, int | float) and 0 <= ratio <= 1):
             raise ConfigError(
-                f"gradient_checkpointing_ratio must be from 0 to 1: got gradient_checkpointing_ratio={ratio!r}."
+                f"gradient_checkpointing_ratio must be from 0 to 1: got gradient_checkpointing_ratio={shown(ratio)}."
             )
         if counts is not None and not (isinstance(counts, list | tuple) and counts and all(map(_is_count, counts))):
             raise ConfigError(
-                f"num_ckpt_layers_per_stage needs an integer of at least 0 for every stage: got {counts!r}."
+                f"num_ckpt_layers_per_stage needs an integer of at least 0 for every stage: got {shown(counts)}."
             )
         if stored is not None and not _is_count(stored):
             raise ConfigError(
                 "max_stored_microbatches must be an integer of at least 0, or None: "
-                f"got max_stored_microbatches={stored!r}."
+                f"got max_stored_microbatches={shown(stored)}."
             )
 
     def _values(self) -> tuple[Any, Any, Any]:
@@ -123,7 +123,7 @@ class PipelineConfig(ConfigBase):
                 raise ConfigError(
                     f"{name} must be a dimension of at least 0 for all tensors, or a dict or list of these and None: "
                     "got "
-                    f"{name}={getattr(self, name)!r}. Like {name}={{'src': 1, 'mask': None}}."
+                    f"{name}={shown(getattr(self, name))}. Like {name}={{'src': 1, 'mask': None}}."
                 )
         if (self.num_microbatches is None) == (self.microbatch_size is None):
             raise ConfigError(
@@ -134,7 +134,7 @@ class PipelineConfig(ConfigBase):
         for name in ("num_microbatches", "microbatch_size"):
             value = getattr(self, name)
             if value is not None and not (_is_count(value) and value >= 1):
-                raise ConfigError(f"{name} must be an integer of at least 1: got {name}={value!r}.")
+                raise ConfigError(f"{name} must be an integer of at least 1: got {name}={shown(value)}.")
         if self.num_microbatches is not None and self.num_microbatches > MAX_PASSES:
             raise ConfigError(
                 f"num_microbatches must be at most {MAX_PASSES}, as a schedule is planned action by action: got "
@@ -142,7 +142,9 @@ class PipelineConfig(ConfigBase):
             )
         chunks = self.num_model_chunks
         if chunks is not None and not (_is_count(chunks) and chunks >= 1):
-            raise ConfigError(f"num_model_chunks must be an integer of at least 1: got num_model_chunks={chunks!r}.")
+            raise ConfigError(
+                f"num_model_chunks must be an integer of at least 1: got num_model_chunks={shown(chunks)}."
+            )
         _ = self.recomputation
         if self.schedule is None:
             object.__setattr__(self, "schedule", "interleaved" if chunks and chunks > 1 else "1f1b")
@@ -167,6 +169,6 @@ class PipelineConfig(ConfigBase):
             raise ConfigError(
                 "gradient_checkpoint_config must be a PipelineGradientCheckpointConfig, or a dict of "
                 f"{', '.join(known)}: "
-                f"got {given!r}."
+                f"got {shown(given)}."
             )
         return PipelineGradientCheckpointConfig(**given)

@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from hybridpp.config.base import ConfigBase, require_bools, require_positive
-from hybridpp.errors import ConfigError
+from hybridpp.errors import ConfigError, shown
 
 # torch's dtypes as text, because this package imports no torch.
 _DTYPE_NAMES = {"torch.float32": "fp32", "torch.float16": "fp16", "torch.bfloat16": "bf16"}
@@ -29,7 +29,7 @@ class Precision(StrEnum):
         try:
             return cls(name)
         except ValueError:
-            raise ConfigError(f"precision must be one of {', '.join(cls)}: got {name!r}.") from None
+            raise ConfigError(f"precision must be one of {', '.join(cls)}: got {shown(name)}.") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,8 @@ class PrecisionConfig(ConfigBase):
             isinstance(given, Sequence) and all(isinstance(pattern, str) and pattern.strip("!") for pattern in given)
         ):
             raise ConfigError(
-                f"fp32_modules must be a list of patterns of module names or classes, like ['*.router']: got {given!r}."
+                f"fp32_modules must be a list of patterns of module names or classes, like ['*.router']: got "
+                f"{shown(given)}."
             )
 
 
@@ -157,7 +158,9 @@ class OptimizerConfig(ConfigBase):
             return None
         name = _DTYPE_NAMES.get(str(given), str(given))
         if name not in set(Precision):
-            raise ConfigError(f"communication_dtype must be one of {', '.join(Precision)}, or None: got {given!r}.")
+            raise ConfigError(
+                f"communication_dtype must be one of {', '.join(Precision)}, or None: got {shown(given)}."
+            )
         return Precision(name)
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from hybridpp.config.base import ConfigBase
-from hybridpp.errors import ConfigError
+from hybridpp.errors import ConfigError, shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +34,10 @@ class ZeroConfig(ConfigBase):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.zero_stage not in (0, 1, 2, 3):
-            raise ConfigError(f"zero_stage must be 0, 1, 2 or 3: got zero_stage={self.zero_stage!r}.")
+            raise ConfigError(f"zero_stage must be 0, 1, 2 or 3: got zero_stage={shown(self.zero_stage)}.")
         reduce: Any = self.zero_reduce
         if reduce not in (None, "microbatch", "step"):
-            raise ConfigError(f"zero_reduce must be 'microbatch' or 'step': got zero_reduce={reduce!r}.")
+            raise ConfigError(f"zero_reduce must be 'microbatch' or 'step': got zero_reduce={shown(reduce)}.")
         if reduce is not None and self.zero_stage < 2:
             raise ConfigError(
                 f"zero_reduce={reduce!r} has no effect below stage 2, where every replica holds complete gradients: "
@@ -45,8 +45,8 @@ class ZeroConfig(ConfigBase):
             )
         if not 0 <= self.offload_optimizer <= 1:
             raise ConfigError(
-                f"offload_optimizer must be from 0 to 1: got offload_optimizer={self.offload_optimizer!r}. Use 1.0 to "
-                "keep all of the optimizer's state in host memory."
+                f"offload_optimizer must be from 0 to 1: got offload_optimizer={shown(self.offload_optimizer)}. Use "
+                "1.0 to keep all of the optimizer's state in host memory."
             )
         self._check_gathered()
         self._check_size()
@@ -58,7 +58,7 @@ class ZeroConfig(ConfigBase):
         if not isinstance(number, int) or isinstance(number, bool) or number < 2:
             raise ConfigError(
                 "max_gathered_stages must be an integer of at least 2, as forward passes of one stage follow backward "
-                f"passes of another: got max_gathered_stages={number!r}."
+                f"passes of another: got max_gathered_stages={shown(number)}."
             )
         if self.zero_stage < 3:
             raise ConfigError(
@@ -72,8 +72,8 @@ class ZeroConfig(ConfigBase):
             return
         if size != "host" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise ConfigError(
-                f"zero_size must be an integer of at least 1, or 'host': got zero_size={size!r}. Leave it out for all "
-                "replicas."
+                f"zero_size must be an integer of at least 1, or 'host': got zero_size={shown(size)}. Leave it out "
+                "for all replicas."
             )
         if self.zero_stage == 0:
             raise ConfigError(

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from hybridpp.errors import ConfigError, text_of
+from hybridpp.errors import ConfigError, shown, text_of
 from hybridpp.estimate.unit_times import UnitTimes
 from hybridpp.strict_json import parse_strictly
 
@@ -67,11 +67,11 @@ class DeviceProfile:
             if value is None and name in _MAY_LACK:
                 continue
             if not isinstance(value, int | float) or value < 0 or (value == 0 and not is_time):
-                raise ConfigError(f"{name} of a device profile must be a number above 0: got {value!r}.")
+                raise ConfigError(f"{name} of a device profile must be a number above 0: got {shown(value)}.")
         if "fp32" not in self.tflops:
             raise ConfigError(f"tflops of a device profile need at least fp32: got {dict(self.tflops)}.")
         if unknown := sorted(set(self.kernels) - set(KERNELS)):
-            raise ConfigError(f"kernels of a device profile are {', '.join(KERNELS)}: got {unknown[0]!r}.")
+            raise ConfigError(f"kernels of a device profile are {', '.join(KERNELS)}: got {shown(unknown[0])}.")
 
     @property
     def is_cpu(self) -> bool:
@@ -187,7 +187,7 @@ def find_device(name: str, text: str | None = None) -> DeviceProfile:
         return DeviceProfile.from_json(text)
     if name not in DEVICES:
         raise ConfigError(
-            f"--device must be one of {', '.join(DEVICES)}, or a file that hybridpp profile wrote: got {name!r}."
+            f"--device must be one of {', '.join(DEVICES)}, or a file that hybridpp profile wrote: got {shown(name)}."
         )
     return DEVICES[name]
 
@@ -228,5 +228,5 @@ def with_links(device: DeviceProfile, links: str) -> DeviceProfile:
 def _unknown_link(part: str) -> ConfigError:
     return ConfigError(
         "--links are written as nvlink:8,ib:400: devices that a host links (and :GB/s), and Gbit/s of each device to "
-        f"other hosts; pcie and ethernet mean the same: got {part!r}."
+        f"other hosts; pcie and ethernet mean the same: got {shown(part)}."
     )

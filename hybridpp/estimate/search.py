@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import isqrt
 from typing import Any, TypeAlias
 
-from hybridpp.errors import ConfigError, HybridppError
+from hybridpp.errors import ConfigError, HybridppError, shown, some_of
 from hybridpp.estimate.comparison import SAME_TIME
 from hybridpp.estimate.layout_estimate import JobSizes, LayoutEstimate, LayoutEstimator
 from hybridpp.schedule import SCHEDULES
@@ -57,7 +57,7 @@ class SearchSpace:
                 raise ConfigError(f"{name} must be at most {_MOST}: got {getattr(self, name)}.")
         unknown = [name for name in self.schedules if name not in SCHEDULES]
         if unknown:
-            raise ConfigError(f"unknown schedule {unknown[0]!r}: the schedules are {', '.join(SCHEDULES)}.")
+            raise ConfigError(f"unknown schedule {shown(unknown[0])}: the schedules are {', '.join(SCHEDULES)}.")
 
 
 @dataclass(frozen=True)
@@ -270,15 +270,15 @@ def _no_candidate(estimator: LayoutEstimator, space: SearchSpace) -> str:
         possible = {one.settings[f"{name[:2]}_size"] for one in _candidates(estimator, others)}
         if allowed is not None and not possible & set(allowed):
             return (
-                f"no layout of {devices} devices has one of {name}={list(allowed)}: tensor-parallel ranks are a power "
-                "of 2 in a host, stages are no more than blocks, and their product divides the number of devices. "
-                f"{_use(sorted(possible))}"
+                f"no layout of {devices} devices has one of {name}={some_of(allowed)}: tensor-parallel ranks are a "
+                "power of 2 in a host, stages are no more than blocks, and their product divides the number of "
+                f"devices. {_use(sorted(possible))}"
             )
     possible = {one.sizes.microbatch_size for one in _candidates(estimator, replace(space, microbatch_sizes=None))}
     if possible and space.microbatch_sizes is not None:
         return (
             f"no share of a replica of {batch} samples is divided by one of "
-            f"microbatch_sizes={list(space.microbatch_sizes)}. {_use(sorted(possible))}"
+            f"microbatch_sizes={some_of(space.microbatch_sizes)}. {_use(sorted(possible))}"
         )
     above = -(-batch // devices) * devices
     other_batch = f"a global batch of {above}, which any number of replicas divides, " if above != batch else ""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from hybridpp.config import PartitionConfig
-from hybridpp.errors import PartitionError
+from hybridpp.errors import PartitionError, some_of
 from hybridpp.nn import walk
 from hybridpp.partition.balance import balance
 from hybridpp.partition.calls import Trace
@@ -128,7 +128,7 @@ def _by_counts(trace: Trace, blocks: Sequence[str], num_stages: int, counts: Seq
     ends = block_ends(trace, blocks)
     if len(counts) != num_stages or sum(counts) != len(ends):
         raise PartitionError(
-            f"layers_per_stage needs one count per stage, and all {len(ends)} blocks in the sum: got {list(counts)} "
+            f"layers_per_stage needs one count per stage, and all {len(ends)} blocks in the sum: got {some_of(counts)} "
             f"(sum {sum(counts)}) for {num_stages} stages. "
             f"Balanced would be {list(balance([1.0] * len(ends), num_stages))}."
         )

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hybridpp.errors import ScheduleError, text_of
+from hybridpp.errors import ScheduleError, shown, text_of
 from hybridpp.schedule.action import Action, Programs
 from hybridpp.schedule.render import parse_action
 from hybridpp.strict_json import parse_strictly
@@ -61,7 +61,7 @@ def save_schedule(programs: Programs, path: str | Path) -> None:
 def _suffix(path: Path) -> str:
     suffix = path.suffix.lower()
     if suffix not in (".csv", ".json"):
-        raise ScheduleError(f"a schedule's file is .csv or .json: got {str(path)!r}. Rename it.")
+        raise ScheduleError(f"a schedule's file is .csv or .json: got {shown(str(path))}. Rename it.")
     return suffix
 
 

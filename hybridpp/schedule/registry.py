@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from hybridpp.errors import ScheduleError
+from hybridpp.errors import ScheduleError, shown
 from hybridpp.schedule.action import Programs
 from hybridpp.schedule.building_block import v_half, v_min
 from hybridpp.schedule.counts import check_counts
@@ -165,7 +165,7 @@ def find_schedule(name: str) -> ScheduleEntry:
     for entry in SCHEDULES.values():
         if wanted in (entry.name, entry.name.replace("-", "")):
             return entry
-    raise ScheduleError(f"unknown schedule {name!r}. Use one of {', '.join(map(repr, SCHEDULES))}.")
+    raise ScheduleError(f"unknown schedule {shown(name)}. Use one of {', '.join(map(repr, SCHEDULES))}.")
 
 
 def make_schedule(name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None = None) -> Programs:

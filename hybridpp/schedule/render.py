@@ -2,7 +2,7 @@
 
 import re
 
-from hybridpp.errors import ScheduleError
+from hybridpp.errors import ScheduleError, shown
 from hybridpp.schedule.action import Action, ActionKind, Programs
 from hybridpp.schedule.dependencies import count_stages, needs, result, walk
 
@@ -57,7 +57,7 @@ def parse_action(text: str) -> Action:
     match = _ACTION.fullmatch(text)
     if match is None:
         raise ScheduleError(
-            f"an action is written like 2F0 (stage, one of {', '.join(ActionKind)}, micro-batch): got {text!r}."
+            f"an action is written like 2F0 (stage, one of {', '.join(ActionKind)}, micro-batch): got {shown(text)}."
         )
     stage, kind, microbatch = match.groups()
     return Action(int(stage), ActionKind(kind), None if microbatch is None else int(microbatch))

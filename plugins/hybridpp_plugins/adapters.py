@@ -16,7 +16,7 @@ from hybridpp.checkpoint.new_output import why_not_written
 from hybridpp.checkpoint.read import open_plain
 from hybridpp.checkpoint.remote_path import sync
 from hybridpp.checkpoint.staging_folder import stage
-from hybridpp.errors import CheckpointError, ConfigError, PeerError
+from hybridpp.errors import CheckpointError, ConfigError, PeerError, some_of
 from hybridpp.nn.peft_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from hybridpp_plugins.agreement import agree
 from hybridpp_plugins.engine import Engine
@@ -136,8 +136,9 @@ def _opened(engine: Engine, adapter: str, path: Path) -> CheckpointContents:
     missing, unexpected = sorted(names.keys() - contents.shapes.keys()), sorted(contents.shapes.keys() - names.keys())
     if missing or unexpected:
         raise CheckpointError(
-            f"{file} does not fit the adapter {adapter!r} of {type(engine.model).__name__}: missing {missing}, "
-            f"unexpected {unexpected}. Make the adapter from the folder's {ADAPTER_CONFIG}."
+            f"{file} does not fit the adapter {adapter!r} of {type(engine.model).__name__}: missing "
+            f"{some_of(missing)}, unexpected {some_of(unexpected)}. Make the adapter from the folder's "
+            f"{ADAPTER_CONFIG}."
         )
     keys = {name: key for key, name in names.items()}
 

@@ -14,7 +14,7 @@ from hybridpp.checkpoint.remote_path import AnyPath, absolute
 from hybridpp.checkpoint.stop_marker import marker_path, remove_marker, write_marker
 from hybridpp.checkpoint.writer import Holding
 from hybridpp.cluster import generator_states, get_dist_logger
-from hybridpp.errors import CheckpointError, text_of
+from hybridpp.errors import CheckpointError, some_of, text_of
 from hybridpp_plugins.training_state import RunParts, TrainingState, merged_states
 
 # Names of extras that ranks compare one by one.
@@ -159,8 +159,9 @@ class RunContents:
         if later:
             self._tell_once(
                 "later steps",
-                f"step {manifest.step} was saved to {path}, which holds later steps, {sorted(later)}: booster.resume "
-                "takes the newest that is intact. If they are of another run, remove them or pass another path.",
+                f"step {manifest.step} was saved to {path}, which holds later steps, {some_of(sorted(later))}: "
+                "booster.resume takes the newest that is intact. If they are of another run, remove them or pass "
+                "another path.",
             )
         return [*problems, *remove_old(path, manifest, self._keep_last)]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridpp.config import PipelineConfig, ZeroConfig
-from hybridpp.errors import ConfigError, ScheduleError
+from hybridpp.errors import ConfigError, ScheduleError, some_of
 from hybridpp.pipeline import RankProgram, rank_programs
 from hybridpp.schedule import (
     Action,
@@ -150,8 +150,8 @@ class SchedulePlanner:
         counts = config.recomputation.num_ckpt_layers_per_stage if config.recomputation else None
         if counts is not None and len(counts) != len(self.placement):
             raise ConfigError(
-                f"num_ckpt_layers_per_stage needs one number per stage: got {list(counts)} with {len(self.placement)} "
-                "stages."
+                f"num_ckpt_layers_per_stage needs one number per stage: got {some_of(counts)} with "
+                f"{len(self.placement)} stages."
             )
 
 

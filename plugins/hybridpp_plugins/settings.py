@@ -18,7 +18,7 @@ from hybridpp.config import (
     require_bools,
     require_plain,
 )
-from hybridpp.errors import ConfigError
+from hybridpp.errors import ConfigError, shown
 from hybridpp.sharding_plan import parse_style
 from hybridpp_plugins.unsupported import CONVERTED, HINTS, SYNONYMS, UNSUPPORTED, is_switch, refuse_unsupported
 
@@ -110,7 +110,7 @@ def _merge_synonym(values: dict[str, Any], synonym: str, value: Any) -> None:
         return
     if values[name] not in (None, value):
         raise ConfigError(
-            f"{synonym} and {name} are one setting: got {value!r} and {values[name]!r}. Give one of them."
+            f"{synonym} and {name} are one setting: got {shown(value)} and {shown(values[name])}. Give one of them."
         )
     values[name] = value
 
@@ -130,7 +130,8 @@ def _convert(values: dict[str, Any], other: Mapping[str, Any]) -> None:
     if size is not None:
         if isinstance(size, bool) or not isinstance(size, int | float) or not size > 0:
             raise ConfigError(
-                f"zero_bucket_size_in_m must be a number above 0: got zero_bucket_size_in_m={size!r}. Leave it out."
+                f"zero_bucket_size_in_m must be a number above 0: got zero_bucket_size_in_m={shown(size)}. Leave it "
+                "out."
             )
         if values["zero_stage"]:
             values["ddp_bucket_cap_mb"] = 4.0 * size

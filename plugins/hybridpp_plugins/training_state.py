@@ -15,7 +15,7 @@ from hybridpp.checkpoint.plain_values import decode, encode
 from hybridpp.checkpoint.reader import PlannedRead, plan_reads
 from hybridpp.checkpoint.writer import Holding
 from hybridpp.cluster import get_dist_logger
-from hybridpp.errors import CheckpointError
+from hybridpp.errors import CheckpointError, some_of
 from hybridpp.saving import RUN_PARTS
 from hybridpp_plugins.engine import Engine
 from hybridpp_plugins.optimizer_part import OptimizerPart, merged_optimizer
@@ -214,7 +214,7 @@ class TrainingState:
         extra = {name for name in state_of(self._engine) if is_extra_state(name)}
         missing = extra - set(stored["extra_state"])
         if missing and "imported_from" not in stored:
-            raise CheckpointError(f"the checkpoint does not fit this model: missing {_some(missing)}")
+            raise CheckpointError(f"the checkpoint does not fit this model: missing {some_of(sorted(missing))}")
         holdings = [self._weight_holding(keys[name], name, tensor) for name, tensor, _ in held_weights(self._engine)]
         return holdings, missing
 
@@ -256,7 +256,8 @@ class TrainingState:
         if there != set(source.values()):
             raise CheckpointError(
                 f"the checkpoint of a {stored['class']} does not fit this {type(self._engine.model).__name__}: missing "
-                f"{_some(set(source.values()) - there)}, unexpected {_some(there - set(source.values()))}"
+                f"{some_of(sorted(set(source.values()) - there))}, unexpected "
+                f"{some_of(sorted(there - set(source.values())))}"
             )
         return {name: self._own_key(manifest, name, f"{prefix}{other}") for name, other in source.items()}
 
@@ -342,8 +343,3 @@ def merged_states(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if first["optimizer"] is not None:
         first["optimizer"] = merged_optimizer([row["optimizer"] for row in rows])
     return first
-
-
-def _some(names: set[str]) -> str:
-    listed = sorted(names)
-    return str(listed) if len(listed) <= 8 else f"{listed[:8]} and {len(listed) - 8} more"

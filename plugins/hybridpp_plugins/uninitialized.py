@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hybridpp.cluster import Group, gather_objects
 from hybridpp.data_parallel import ShardedWeights
-from hybridpp.errors import ConfigError
+from hybridpp.errors import ConfigError, some_of
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.nn.torch_private import version_of
 from hybridpp.precision import MasterWeights
@@ -176,7 +176,6 @@ class UninitializedWeights:
         source = "are not in the folder that was loaded" if self._loaded else "were not written to"
         return (
             f"some weights of a model that was boosted on the meta device have no values, because they {source}: "
-            f"{sorted(missing)}. Call booster.load_model(model, folder) with a folder that holds them, write to them, "
-            "or "
-            "boost a model with weights."
+            f"{some_of(sorted(missing))}. Call booster.load_model(model, folder) with a folder that holds them, "
+            "write to them, or boost a model with weights."
         )

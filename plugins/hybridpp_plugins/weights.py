@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hybridpp.checkpoint import CheckpointContents, SaveTarget, open_folder
 from hybridpp.cluster import gather_numbers
-from hybridpp.errors import CheckpointError, PeerError, text_of
+from hybridpp.errors import CheckpointError, PeerError, some_of, text_of
 from hybridpp.nn.peft_model import is_peft_model
 from hybridpp.nn.pretrained_model import is_pretrained_model
 from hybridpp_plugins.adapters import holds_adapters, open_adapters
@@ -203,7 +203,7 @@ def _check(
         if path.is_file() and is_pretrained_model(engine.model):
             hub = " Hub names are converted only when a folder is loaded: pass the folder."
         raise CheckpointError(
-            f"{path} does not fit {kind}: missing {missing}, unexpected {unexpected}. "
+            f"{path} does not fit {kind}: missing {some_of(missing)}, unexpected {some_of(unexpected)}. "
             f"Use strict=False to load what fits.{hub}"
         )
     targets = {name: tensor for name, tensor in targets.items() if name in stored_names}

@@ -141,7 +141,7 @@ HEADS = {"num_attention_heads": 1, "intermediate_size": 8}
         lambda: OPTForCausalLM(OPTConfig(**POSITIONS, ffn_dim=8, num_attention_heads=1, word_embed_proj_dim=8)),
     ],
 )
-def test_texts_longer_than_learned_positions_are_refused_before_they_are_made(make):
+def test_texts_beyond_learned_positions_are_refused_before_they_are_made(make):
     model = on_meta(make)
     assert runs(model, make_samples(model, 1, 16, torch.float32)[0])
     with pytest.raises(ConfigError, match=r"has 16 learned positions: got a sequence_length of 1,000,000,000\. Use at"):

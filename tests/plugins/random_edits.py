@@ -334,7 +334,8 @@ class Watch:
         threading.Thread(target=self._run, daemon=True).start()
 
     def begin(self, what):
-        self.slowest = max(self.slowest, time.monotonic() - self.since) if self.what else 0.0
+        if self.what:
+            self.slowest = max(self.slowest, time.monotonic() - self.since)
         self.what, self.since = what, time.monotonic()
 
     def _run(self):
