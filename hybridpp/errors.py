@@ -1,4 +1,7 @@
-"""The exceptions of hybridpp: a message states the rule, the values that break it and what to do."""
+"""The exceptions of hybridpp: a message states the rule, the values that break it and what to do.
+
+Also how a message quotes another error, and a value that is long.
+"""
 
 from collections.abc import Collection
 from typing import Any
