@@ -1,6 +1,6 @@
 """Estimates that cost milliseconds, for a search among thousands of layouts.
 
-Micro-batches of more than four samples are not run but extrapolated (``scaled_run``, or else their times and memory),
+Micro-batches of more than two samples are not run but extrapolated (``scaled_run``, or else their times and memory),
 buckets have no padding, messages are counted at their most, and of many micro-batches the last ones are continued by a
 line.
 """
@@ -14,6 +14,7 @@ from hybridpp.config import PipelineConfig, Precision, ZeroConfig
 from hybridpp.errors import PartitionError
 from hybridpp.estimate import (
     BASES,
+    LARGER_BASES,
     EstimateInput,
     Grid,
     JobSizes,
@@ -258,11 +259,15 @@ class QuickEstimator:
 
     def _make_run(self, kind: RunKind) -> ModelRun | None:
         """The run; None: it is larger than those that are made, and does not follow from them."""
-        if kind.microbatch_size > max(BASES):
-            few, more = map(self._made_run, _bases(kind))
-            found = scaled_run(few, more, kind.microbatch_size)
-            if found is not None or [call.name for call in few.calls] == [call.name for call in more.calls]:
+        size = kind.microbatch_size
+        for bases in (BASES, LARGER_BASES):
+            if size <= max(bases):
+                break
+            few, more = map(self._made_run, _with_sizes(kind, bases))
+            if (found := scaled_run(few, more, size, bases)) is not None:
                 return found
+            if bases is LARGER_BASES and [call.name for call in few.calls] == [call.name for call in more.calls]:
+                return None
         return self._made_run(kind)
 
     def _made_run(self, kind: RunKind) -> ModelRun:
@@ -279,22 +284,21 @@ class QuickEstimator:
         if (measured := self._measured(kind)) is not None:
             return with_sums(measured, run or self._made_run(kind), device, kind.tp_size)
         if run is None:
-            few, more = map(self._times, _bases(kind))
+            few, more = map(self._times, _with_sizes(kind, LARGER_BASES))
             return scaled_times(few, more, kind.microbatch_size)
         return roofline(run, device, kind.tp_size)
 
     def _make_simple_times(self, tp_size: int, microbatch_size: int) -> UnitTimes:
-        """Times without recomputation, of two runs for every size."""
+        """Times without recomputation."""
         kind = RunKind(tp_size, self._parallel(tp_size).parallel.enable_sequence_parallelism, microbatch_size)
         if (measured := self._measured(kind)) is not None:
             return measured
-        few, more = map(self._times, _bases(kind))
-        return scaled_times(few, more, microbatch_size) if few.names == more.names else self._times(kind)
+        return self._times(kind)
 
     def _make_memories(self, kind: RunKind, num_stages: int) -> tuple[StageMemory, ...]:
         cut, run = self._cut(kind.tp_size, num_stages), self._run(kind)
         if run is None:
-            few, more = (self._memories(base, num_stages) for base in _bases(kind))
+            few, more = (self._memories(base, num_stages) for base in _with_sizes(kind, LARGER_BASES))
             return scaled_memories(few, more, kind.microbatch_size)
         blocks = set(cut.traced.found.blocks)
         last_block = max((index for index, call in enumerate(run.calls) if call.name in blocks), default=0)
@@ -389,9 +393,8 @@ def _key(sizes: JobSizes, settings: Mapping[str, Any]) -> _Key:
     )
 
 
-def _bases(kind: RunKind) -> tuple[RunKind, ...]:
-    """The same with the few samples from which many follow."""
-    return tuple(replace(kind, microbatch_size=size) for size in BASES)
+def _with_sizes(kind: RunKind, sizes: tuple[int, ...]) -> tuple[RunKind, ...]:
+    return tuple(replace(kind, microbatch_size=size) for size in sizes)
 
 
 def _grid(sizes: JobSizes, settings: Mapping[str, Any]) -> Grid:

@@ -2,10 +2,19 @@ import pytest
 import torch
 from hybridpp_plugins.estimate_batch import BatchSource
 from hybridpp_plugins.estimate_runs import EstimateRuns, RunKind
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hybridpp.config import Precision
-from hybridpp.estimate import BASES, DEVICES, roofline, scaled_memories, scaled_run, scaled_times, stage_memory
+from hybridpp.estimate import (
+    BASES,
+    DEVICES,
+    LARGER_BASES,
+    roofline,
+    scaled_memories,
+    scaled_run,
+    scaled_times,
+    stage_memory,
+)
 from hybridpp.partition import StagePlan
 
 
@@ -15,16 +24,46 @@ def gpt2():
     return GPT2LMHeadModel(config).train()
 
 
-def test_a_run_of_many_samples_follows_from_two_runs_of_few():
+def llama():
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=500,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config).train()
+
+
+def three_runs(make, sizes, device):
     with torch.device("meta"):
-        model = gpt2()
-    runs = EstimateRuns(model, precision=Precision.FP32, batches=BatchSource(sequence_length=32))
+        model = make()
+    runs = EstimateRuns(model, precision=Precision.BF16, batches=BatchSource(sequence_length=32), device=device)
     units = runs.traced(1, False, 1, 2).found.units
-    few, more, made = (runs.run(RunKind(microbatch_size=size), units) for size in (*BASES, 10))
-    found = scaled_run(few, more, 10)
+    return (runs.run(RunKind(microbatch_size=size), units) for size in sizes)
+
+
+def test_a_run_of_many_samples_follows_from_two_that_are_alike():
+    few, more, made = three_runs(gpt2, (*LARGER_BASES, 10), "cpu")
+    found = scaled_run(few, more, 10, LARGER_BASES)
     assert found is not None
     assert found.sizes.tolist() == made.sizes.tolist()
     assert [(op.flops, op.num_bytes) for op in found.ops] == [(op.flops, op.num_bytes) for op in made.ops]
+
+
+def test_a_run_of_many_samples_follows_from_those_of_one_and_two():
+    """One sample has no copy of its labels, of which all but the first are contiguous as they are."""
+    few, more, made = three_runs(llama, (*BASES, 10), "cuda")
+    assert len(more.memory) == len(few.memory) + 1
+    found = scaled_run(few, more, 10)
+    assert found is not None
+    ((own, expected),) = [pair for pair in zip(found.sizes, made.sizes, strict=True) if pair[0] != pair[1]]
+    # Only two samples say how the copy grows, and the last one has no label behind it.
+    assert abs(own - expected) <= 10 * 8
+    assert [op.flops for op in found.ops] == [op.flops for op in made.ops]
+    assert sum(op.num_bytes for op in found.ops) == pytest.approx(sum(op.num_bytes for op in made.ops), rel=1e-4)
+    assert (found.born.tolist(), found.died.tolist()) == (made.born.tolist(), made.died.tolist())
 
 
 def test_runs_of_different_models_are_not_continued():
@@ -36,6 +75,7 @@ def test_runs_of_different_models_are_not_continued():
         model.config.n_layer = len(model.transformer.h)
         runs = EstimateRuns(model, precision=Precision.FP32, batches=BatchSource(sequence_length=32))
         made.append(runs.run(RunKind(microbatch_size=size), runs.traced(1, False, 1, 2).found.units))
+    assert scaled_run(*made, 8, LARGER_BASES) is None
     assert scaled_run(*made, 8) is None
 
 
@@ -56,8 +96,8 @@ def test_times_and_memory_are_continued_where_runs_are_not_alike():
     batches = BatchSource(sample=torch.randn(2, 128, 64), criterion=lambda outputs, inputs: outputs.square().sum())
     runs = EstimateRuns(model, precision=Precision.FP32, batches=batches)
     found = runs.traced(1, False, 1, 1).found
-    few, more, made = (runs.run(RunKind(microbatch_size=size), found.units) for size in (*BASES, 16))
-    assert scaled_run(few, more, 16) is None
+    few, more, made = (runs.run(RunKind(microbatch_size=size), found.units) for size in (*LARGER_BASES, 16))
+    assert scaled_run(few, more, 16, LARGER_BASES) is None
     cpu = DEVICES["cpu"]
     times = scaled_times(roofline(few, cpu), roofline(more, cpu), 16)
     assert times.end == pytest.approx(roofline(made, cpu).end, rel=0.02)
