@@ -21,6 +21,7 @@ import torch.distributed as dist
 from hybridpp.cluster.child_processes import kill_children
 from hybridpp.cluster.exit_reports import ExitReports
 from hybridpp.cluster.failure_text import failure_line, failure_text
+from hybridpp.cluster.gloo_errors import is_gloo_error
 from hybridpp.cluster.progress import Progress
 from hybridpp.cluster.stop_request import StopRequest
 from hybridpp.errors import DeadlockError, PeerError
@@ -175,5 +176,5 @@ def is_of_peer(error: BaseException) -> bool:
     """Whether a rank has this error because another one failed, hangs or is gone."""
     if isinstance(error, PeerError | DeadlockError | dist.DistNetworkError | dist.DistBackendError):
         return True
-    # Of collectives that the script calls itself; gloo has no type for it, but names its source.
-    return isinstance(error, RuntimeError) and "gloo/transport" in str(error)
+    # Of collectives that the script calls itself.
+    return is_gloo_error(error)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hybridpp.cluster.direct_exchange import DirectExchange, add_into_own, received_beside
 from hybridpp.cluster.exit_reports import NO_REPORT, ExitReason, no_exit_reason, timeout_error
+from hybridpp.cluster.gloo_errors import is_gloo_error, is_gloo_timeout
 from hybridpp.cluster.pending import FilledFrom, Mapped, StagedCopy, WithResult
 from hybridpp.cluster.progress import Awaited, Progress
 from hybridpp.cluster.shared_memory import PendingSum, SharedMemoryGroup, connect, sum_in_order
@@ -145,7 +146,7 @@ class TorchGroup:
         try:
             work = start(*args, group=self.process_group, **options)
         except RuntimeError as error:
-            if not _is_gloo_error(error):
+            if not is_gloo_error(error):
                 raise
             raise self.lost(error, options.get("group_src", options.get("group_dst"))) from error
         assert work is not None, "this rank is a member of the group it communicates in"
@@ -159,7 +160,7 @@ class TorchGroup:
         others = [rank for rank in self.ranks if rank != self.ranks[self.rank]] if peer is None else [self.ranks[peer]]
         who = f"one of the ranks {', '.join(map(str, self.ranks))}" if peer is None else f"rank {self.ranks[peer]}"
         who += f" (group {self.name})"
-        if "imed out" in str(error) or "timeout caused" in str(error):
+        if is_gloo_timeout(error):
             return timeout_error(who, self._timeout_s, self.progress.location(), by_network=True)
         reasons = [text for text in map(self._exit_reason, others) if text]
         why = " ".join(reasons) or NO_REPORT
@@ -348,7 +349,7 @@ class _GlooWork:
         try:
             self._work.wait()
         except RuntimeError as error:
-            if not _is_gloo_error(error):
+            if not is_gloo_error(error):
                 raise
             raise self._group.lost(error, self._peer) from error
         finally:
@@ -361,7 +362,7 @@ class _GlooWork:
         try:
             self._has_ended = self._work.wait(timedelta(seconds=max(patience.left_s, _LEAST_S)))
         except RuntimeError as error:
-            if not _is_gloo_error(error):
+            if not is_gloo_error(error):
                 raise
         return self._has_ended
 
@@ -371,8 +372,3 @@ def _by_member(tensor: Tensor, size: int, dim: int) -> Tensor:
     if dim % tensor.dim() == 0:
         return tensor.reshape(size, tensor.shape[0] // size, *tensor.shape[1:]).contiguous()
     return torch.stack(tensor.chunk(size, dim))
-
-
-def _is_gloo_error(error: RuntimeError) -> bool:
-    """Whether a connection failed; gloo has no type for it, but names its source."""
-    return "gloo" in str(error)

@@ -60,6 +60,7 @@ def test_one_mistake_of_all_ranks_is_one_message(capsys):
         PeerTimeoutError("rank 1 sent nothing"),
         dist.DistNetworkError("reset"),
         RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:533] Connection closed by peer"),
+        RuntimeError("Application timeout caused pair closure"),
     ],
 )
 def test_ranks_that_fail_because_another_did_print_nothing(capsys, lost):

@@ -1,5 +1,6 @@
 """Device memory over a backend that only knows host memory; the CPU plays the device."""
 
+import time
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridpp.cluster import current_world, torch_group
 from hybridpp.cluster.torch_group import TorchGroup
+from hybridpp.errors import PeerTimeoutError
 from hybridpp.estimate import AllocationLog
 
 
@@ -174,3 +176,23 @@ def _many_in_turn():
 
 def test_collectives_that_were_waited_for_are_forgotten():
     assert run_ranks(_many_in_turn, 2) == [1, 1]
+
+
+def _two_messages_that_do_not_come():
+    group = current_world().split([[0, 1]])
+    texts = []
+    if group.rank == 0:
+        waits = [group.receive(torch.zeros(3), 1) for _ in range(2)]
+        for work in waits:
+            with pytest.raises(PeerTimeoutError) as raised:
+                work.wait()
+            texts.append(str(raised.value))
+    else:
+        time.sleep(2.0)
+    return texts
+
+
+def test_what_a_timeout_of_another_message_ends_is_told_as_a_timeout(monkeypatch):
+    monkeypatch.setenv("HYBRIDPP_SHARED_MEMORY", "0")
+    texts, _ = run_ranks(_two_messages_that_do_not_come, 2, wait_s=1.0)
+    assert all(text.startswith("rank 1 (group ") and "sent nothing for 1 s" in text for text in texts), texts
