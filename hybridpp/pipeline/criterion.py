@@ -279,8 +279,9 @@ class CriterionAdapter:
 
     def _unclear(self, got: str) -> ConfigError:
         return ConfigError(
-            f"{name_of(self.criterion)} takes a tensor and its target, which is the last entry of a tuple, or the one "
-            f"entry of a dict that is no argument of the model's forward: got {got}. Select both, for example with "
+            f"{name_of(self.criterion)} takes a tensor and its target, which is the last entry of a batch that is a "
+            f"tuple, or the one entry of a dict that is no argument of the model's forward: got {got}. Select both, "
+            "for example with "
             'criterion=lambda outputs, inputs: loss(outputs.logits, inputs["labels"]).'
         )
 

@@ -172,7 +172,7 @@ def test_the_target_of_several_inputs_is_the_last_entry():
         ({"x": X, "labels": Y, "ids": Y}, "of which labels, ids are no arguments of Net.forward."),
         (
             (X,),
-            "CrossEntropyLoss takes a tensor and its target, which is the last entry of a tuple, or the one",
+            "CrossEntropyLoss takes a tensor and its target, which is the last entry of a batch that is a tuple",
         ),
         (X, "got a single tensor."),
         ((X, X, Y), "got 3 entries, and a forward with 1 arguments."),
