@@ -20,7 +20,7 @@ from hybridpp.cluster.failure_hook import FailureHook
 from hybridpp.cluster.gather_numbers import gather_numbers
 from hybridpp.cluster.hang_report import group_key
 from hybridpp.cluster.missing_ranks import reporting_missing
-from hybridpp.cluster.patient_store import PATIENCE_S, SilentStoreError, ask
+from hybridpp.cluster.patient_store import PATIENCE_S, SilentStoreError, ask, ignore_late_answers_at_exit
 from hybridpp.cluster.process_watch import ProcessWatch
 from hybridpp.cluster.progress import CONNECTION, Awaited, Progress
 from hybridpp.cluster.stop_request import StopRequest
@@ -70,6 +70,7 @@ class TorchWorld:
         self.local_rank = self.rank if local_rank is None else local_rank
         self._timeout = timeout_of(default)
         self._store = default_store()
+        ignore_late_answers_at_exit(self._store)
         self.exit_reports = ExitReports(self._store, self.rank)
         self.failures: FailureHook | None = None
         self.left: Callable[[], None] = lambda: None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from hybridpp.cluster.patient_store import BOARD_THREAD
 from hybridpp.nn.torch_private import PrefixStore, Store, connection_of
 
 T = TypeVar("T")
@@ -38,7 +39,7 @@ class WatchdogBoard:
         self._store.set_timeout(timedelta(seconds=_STORE_S))
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]] | None] = queue.SimpleQueue()
         self._num_pending = 0
-        self._thread = threading.Thread(target=self._answer, name="hybridpp watchdog store", daemon=True)
+        self._thread = threading.Thread(target=self._answer, name=BOARD_THREAD, daemon=True)
         self._thread.start()
 
     def publish(self, state: str) -> bool:

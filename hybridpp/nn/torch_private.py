@@ -97,6 +97,7 @@ __all__ = [
     "WrappedLoadHook",
     "accumulated_hooks_of",
     "active_nccl_calls",
+    "address_of_store",
     "apply_of_class",
     "apply_to_tensors",
     "assert_async",
@@ -461,6 +462,13 @@ def workers_of(batches: object) -> list[BaseProcess]:
 
 connection_of: Callable[[Store], Store] = methodcaller("clone")
 """Another connection to the store that a store talks to; torch does not declare the method."""
+
+
+def address_of_store(store: Store) -> tuple[str, int] | None:
+    """Where the process listens that hosts a store; None: it is asked otherwise than over a network."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return (store.host, store.port) if isinstance(store, TCPStore) else None
 
 
 def default_store() -> Store:

@@ -1,7 +1,15 @@
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
-from torch.distributed import HashStore
+from processes import after_fork, free_port
+from support import ROOT
+from torch.distributed import HashStore, TCPStore
 
 from hybridpp.cluster.exit_reports import ExitReports
 from hybridpp.cluster.missing_ranks import reporting_missing
@@ -50,3 +58,52 @@ def test_ranks_that_meet_over_a_cut_link_are_told_so_by_their_messages(impatient
     with pytest.raises(PeerError) as raised, reporting_missing(Silent(), 0, 2, "meeting", "to meet"):
         raise PeerError("rank 1 sent nothing")
     assert not hasattr(raised.value, "__notes__")
+
+
+# The store answers when the interpreter ends, and that takes a second more.
+LATE = """
+import os, signal, sys, time
+import psutil
+from torch.distributed import PrefixStore, TCPStore
+from hybridpp.cluster.patient_store import SilentStoreError, ask, ignore_late_answers_at_exit
+
+class AtTheEnd:
+    def __del__(self, number=int(sys.argv[2]), kill=os.kill, go_on=signal.SIGCONT, sleep=time.sleep):
+        kill(number, go_on)
+        sleep(1)
+
+at_the_end = AtTheEnd()
+store = PrefixStore("job", TCPStore("localhost", int(sys.argv[1]), is_master=False, wait_for_workers=False))
+ignore_late_answers_at_exit(store)
+os.kill(int(sys.argv[2]), signal.SIGSTOP)
+while psutil.Process(int(sys.argv[2])).status() != psutil.STATUS_STOPPED:
+    time.sleep(0.01)
+try:
+    ask(lambda: store.check(["key"]), 0.1)
+except SilentStoreError:
+    print("silent", flush=True)
+"""
+
+
+def test_an_answer_that_comes_while_the_interpreter_ends_does_not_abort_it():
+    port = free_port()
+
+    def host_store():
+        after_fork()
+        store = TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+        store.set("key", "")
+        time.sleep(60)
+
+    server = multiprocessing.get_context("fork").Process(target=host_store)
+    server.start()
+    try:
+        path = os.pathsep.join(str(ROOT / folder) for folder in (".", "plugins"))
+        command = [sys.executable, "-c", LATE, str(port), str(server.pid)]
+        rank = subprocess.run(
+            command, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, "PYTHONPATH": path}
+        )
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+        server.kill()
+        server.join()
+    assert (rank.returncode, rank.stdout, rank.stderr) == (0, "silent\n", "")
