@@ -11,6 +11,8 @@ _FACTORS = {unit.lower(): 1024**power for power, unit in enumerate(_UNITS)}
 _FACTORS |= {unit.replace("i", "").lower(): 1000**power for power, unit in enumerate(_UNITS)}
 
 
+# More is a mistake, and numbers far above it are no floats.
+_MOST_BYTES = 2**63
 MAX_PASSES = 2**17
 """How many forward passes a schedule may have, over all of its stages: it is made and checked action by action."""
 
@@ -23,7 +25,7 @@ def parse_bytes(name: str, value: Any) -> int:
         value: the setting's value.
 
     Raises:
-        ConfigError: ``value`` is not a size above 0.
+        ConfigError: ``value`` is not a size above 0, or one that no memory has.
 
     Example:
         >>> parse_bytes("memory_limit", "1.5GiB")
@@ -36,10 +38,10 @@ def parse_bytes(name: str, value: Any) -> int:
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", value, re.IGNORECASE)
         if found and found[2].lower() in _FACTORS:
             size = int(Fraction(found[1]) * _FACTORS[found[2].lower()])
-    if size is None or size <= 0:
+    if size is None or not 0 < size <= _MOST_BYTES:
         raise ConfigError(
-            f"{name} must be a number of bytes above 0, or text with a unit (B, KB, KiB, MB, MiB, GB, GiB, TB, TiB): "
-            f"got {name}={value!r}. Write, for example, {name}='16GiB'."
+            f"{name} must be a number of bytes above 0, or text with a unit (B, KB, KiB, MB, MiB, GB, GiB, TB, TiB), "
+            f"and at most 2**63: got {name}={value!r}. Write, for example, {name}='16GiB'."
         )
     return size
 

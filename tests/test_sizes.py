@@ -15,7 +15,7 @@ def test_sizes_are_read_as_people_write_them(text, size):
     assert PartitionConfig(memory_limit=text).limit_bytes == size
 
 
-@pytest.mark.parametrize("value", [0, -1, "0GiB", "16", "GiB", "16 gigs", 1.5, True, b"1GiB"])
+@pytest.mark.parametrize("value", [0, -1, "0GiB", "16", "GiB", "16 gigs", 1.5, True, b"1GiB", 10**400, f"{10**400}B"])
 def test_what_is_no_size_is_refused(value):
     with pytest.raises(ConfigError, match=r"^memory_limit must be a number of bytes above 0, or text with a unit"):
         PartitionConfig(memory_limit=value)

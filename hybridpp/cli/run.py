@@ -32,7 +32,7 @@ from hybridpp.checkpoint.remote_path import as_path
 from hybridpp.cli.commands.run import RunArguments
 from hybridpp.cli.endpoint import wait_for_endpoint
 from hybridpp.cluster.exit_codes import FAILED, HANG, STOPPED
-from hybridpp.cluster.host_address import address_towards, addresses_of, is_loopback, is_own
+from hybridpp.cluster.host_address import address_towards, addresses_of, can_be_name, is_loopback, is_own
 from hybridpp.cluster.launch import set_up_launcher
 from hybridpp.cluster.launcher_notes import any_launched, has_begun, has_launched, has_saved, markers, num_ended
 from hybridpp.cluster.stop_request import STOP_SIGNALS
@@ -148,11 +148,13 @@ def _check_meeting(parsed: Namespace) -> None:
     """Refuse addresses at which nobody can ever be met: torchrun would wait, and say nothing."""
     endpoint, most = _endpoint(parsed), _hosts(parsed)[1]
     local = parsed.local_addr
-    if local and most == 1 and not is_own(local):
+    if local and not (is_own(local) if most == 1 else can_be_name(local)):
         _refuse(f"--local-addr is a name or an address of this host: got {local}. Leave it out, or correct it")
     if not endpoint:
         return
     host, port = parse_rendezvous_endpoint(endpoint, default_port=DEFAULT_PORT)
+    if not can_be_name(host):
+        _refuse(f"hosts meet at a name or an address of one of them: got the endpoint {endpoint}")
     is_static = parsed.rdzv_backend == "static"
     if is_static and not 0 <= parsed.node_rank < most:
         _refuse(f"--node-rank is 0 to {most - 1} with --nnodes {parsed.nnodes}: got {parsed.node_rank}")

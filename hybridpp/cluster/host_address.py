@@ -13,13 +13,15 @@ import psutil
 
 # Nothing is sent there: a socket for datagrams that connects asks the kernel for the way alone.
 _ANY_PORT = 9
+# A name that nobody knows, or that can be none: it has an empty label, or one of more than 63 characters.
+_UNKNOWN = (OSError, UnicodeError)
 # All addresses of this host.
 _ANY = ("0.0.0.0", "::")
 
 
 def address_towards(host: str) -> str:
     """The address from which this host sends to another one; empty: there is no way there."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(*_UNKNOWN):
         for family, kind, protocol, _, target in socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
                 probe.connect(target)
@@ -29,9 +31,17 @@ def address_towards(host: str) -> str:
 
 def addresses_of(host: str) -> set[str]:
     """All addresses of a name, as this host knows it; none where it does not."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(*_UNKNOWN):
         return {str(target[0]) for *_, target in socket.getaddrinfo(host, None)}
     return set()
+
+
+def can_be_name(host: str) -> bool:
+    """Whether this may be a name or an address of a host, known or not."""
+    try:
+        return bool(host.encode("idna"))
+    except UnicodeError:
+        return False
 
 
 def is_loopback(address: str) -> bool:

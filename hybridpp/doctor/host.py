@@ -81,7 +81,7 @@ def host_facts() -> HostFacts:
 def _addresses(name: str) -> tuple[str, ...]:
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, UnicodeError):  # the latter: the name can be none of a host
         return ()
     return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
 

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -40,13 +41,21 @@ def make_samples(
         images: of each text; 0: none.
 
     Raises:
-        ConfigError: the inputs of such a model are unknown.
+        ConfigError: the inputs of such a model are unknown, or take more memory than there is.
     """
     config = getattr(model, "config", None)
-    if isinstance(config, Mapping):
-        return [_denoiser_sample(model, config, batch_size, sequence_length, dtype)]
-    maker = _Maker(model, batch_size, sequence_length, dtype)
-    return [maker.main(), *(maker.with_images(images) if images else ()), *maker.with_frames()]
+    try:
+        if isinstance(config, Mapping):
+            return [_denoiser_sample(model, config, batch_size, sequence_length, dtype)]
+        maker = _Maker(model, batch_size, sequence_length, dtype)
+        return [maker.main(), *(maker.with_images(images) if images else ()), *maker.with_frames()]
+    except (RuntimeError, TypeError) as error:  # torch has no type for it
+        if not re.search("allocate memory|overflow", str(error), re.IGNORECASE):
+            raise
+        raise ConfigError(
+            f"the batch on which the model is tried needs more memory than this process gets: got {batch_size} samples"
+            f"{f' of length {sequence_length}' if sequence_length else ''}. Use fewer samples, or shorter ones."
+        ) from error
 
 
 def has_samples(model: nn.Module) -> bool:

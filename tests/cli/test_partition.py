@@ -448,8 +448,7 @@ def test_a_huge_model_takes_seconds_and_no_memory(tmp_path):
             VIT,
             ["--memory-limit", "much"],
             "hybridpp: memory_limit must be a number of bytes above 0, or text with a unit (B, KB, KiB, MB, MiB, GB, "
-            "GiB, "
-            "TB, TiB): got memory_limit='much'. Write, for example, memory_limit='16GiB'.",
+            "GiB, TB, TiB), and at most 2**63: got memory_limit='much'. Write, for example, memory_limit='16GiB'.",
         ),
         (
             ViTConfig(architectures=["ViTForTea"]),

@@ -12,6 +12,7 @@ from hybridpp.cluster import DistCoordinator, current_world, environment_of_jobs
 from hybridpp.cluster.host_address import (
     address_between_hosts,
     address_towards,
+    addresses_of,
     interface_with,
     is_loopback,
     is_own,
@@ -24,6 +25,11 @@ def test_this_host_reaches_itself_over_its_loopback_interface():
     assert (interface_with("127.0.0.1"), interface_with("192.0.2.1")) == ("lo", "")
     assert [is_own(one) for one in ("localhost", "0.0.0.0", "192.0.2.1", "no such name")] == [True, True, False, False]
     assert (address_towards("no such name"), address_towards("")) == ("", "")
+
+
+@pytest.mark.parametrize("name", [".", "a..b", "h" * 64])
+def test_what_can_be_no_name_is_known_to_nobody(name):
+    assert (address_towards(name), addresses_of(name), is_own(name)) == ("", set(), False)
 
 
 def test_a_host_that_binds_any_address_has_only_its_own(monkeypatch):

@@ -194,3 +194,18 @@ def test_denoisers_get_latent_images_prompts_and_positions():
     assert not has_samples(torch.nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="takes no hidden_states or sample of in_channels channels"):
         make_samples(prior, 1, None, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("size", "length", "got"),
+    [
+        (10**14, None, "10{14} samples"),
+        (2**62, 8, f"{2**62} samples of length 8"),
+        (1, 10**30, "1 samples of length 10"),
+    ],
+)
+def test_a_batch_that_no_memory_holds_is_refused(size, length, got):
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**TEXT))
+    with pytest.raises(ConfigError, match=f"needs more memory than this process gets: got {got}"):
+        make_samples(model, size, length, torch.float32)
