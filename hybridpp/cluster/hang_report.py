@@ -275,10 +275,13 @@ def _conclusion(
     if suspicion.kind == "cycle":
         lines = [f"Ranks wait for each other: {chain}, rank {suspect} waits for rank {suspicion.path[0]}."]
     elif suspicion.kind == "network":
-        lines = [
-            f"All ranks that rank {suspect} waits for have come, so the suspect is the connection between their hosts"
-            f"{f': {chain}' if chain else ''}."
-        ]
+        awaited = () if state.awaited is None else state.awaited.ranks
+        hosts = {states[rank].process.host for rank in (suspect, *awaited)}
+        who = f"the connection between {'their hosts' if len(hosts) > 1 else 'them'}"
+        # Torch does not tell the others whether it has begun.
+        who += ", or one of them that stands still in torch" if state.connects else ""
+        who += f": {chain}." if chain else "."
+        lines = [f"All ranks that rank {suspect} waits for have come, so the suspect is {who}"]
     else:
         lines = [f"The first suspect is rank {suspect} ({state.process})" + (f": {chain}." if chain else ".")]
         lines += _about(state, states, suspect in silent, suspicion, finding)

@@ -1,5 +1,7 @@
 """Who waits for whom, and the report: from made-up states of ranks."""
 
+from dataclasses import replace
+
 import pytest
 
 from hybridpp.cluster.hang_report import SuspectFinding, Suspicion, WatchedState, find_suspect, group_key, report
@@ -54,7 +56,10 @@ def test_a_collective_that_all_have_started_blames_the_network():
     states = by_rank(*(gathering(rank, 5, 5) for rank in range(3)))
     suspicion = find_suspect(states, (), 0)
     assert suspicion == Suspicion((0,), "network")
-    assert "the connection between their hosts" in report(states, (), suspicion, SuspectFinding(), "now")
+    text = "so the suspect is the connection between"
+    assert f"{text} them." in report(states, (), suspicion, SuspectFinding(), "now")
+    states[2] = replace(states[2], process=PROCESS._replace(host="node8"))
+    assert f"{text} their hosts." in report(states, (), suspicion, SuspectFinding(), "now")
 
 
 def connecting(rank, others):
@@ -66,7 +71,10 @@ def connecting(rank, others):
 
 def test_of_ranks_that_connect_the_suspect_has_not_come_or_is_silent():
     states = by_rank(connecting(0, [1, 2]), connecting(1, [0, 2]), connecting(2, [0, 1]))
-    assert find_suspect(states, (), 0) == Suspicion((0,), "network")
+    suspicion = find_suspect(states, (), 0)
+    assert suspicion == Suspicion((0,), "network")
+    text = "so the suspect is the connection between them, or one of them that stands still in torch."
+    assert text in report(states, (), suspicion, SuspectFinding(), "now")
     assert find_suspect(states, {1}, 0) == Suspicion((0, 1))
     assert find_suspect(by_rank(connecting(0, [1, 2]), connecting(1, [0, 2]), state(2)), (), 1) == Suspicion((1, 2))
 
