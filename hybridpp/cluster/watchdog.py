@@ -91,7 +91,8 @@ class Watchdog:
         self._main = threading.get_ident()
         self._dump = StackDump()
         self._pause_look_s = limits.step
-        self._seen: dict[int, tuple[int, float]] = {}
+        # By rank: its beat, since when, and whether that has changed as long as this rank has looked.
+        self._seen: dict[int, tuple[int, float, bool]] = {}
         self._token: Any = None
         self._since = self._answered = time.monotonic()
         self._state = WatchedState(
@@ -177,17 +178,18 @@ class Watchdog:
         states = {state.rank: state for state in map(WatchedState.of, self._board.states(range(self._board.size)))}
         states[own.rank] = own
         for rank, state in states.items():
-            if self._seen.get(rank, (-1, 0.0))[0] != state.beat:
-                self._seen[rank] = (state.beat, now)
+            beat, _, _ = self._seen.get(rank, (None, now, False))
+            if beat != state.beat:
+                self._seen[rank] = (state.beat, now, beat is not None)
         if own.age_s <= limit:
             return
         # All ranks of which the beat did not change, as long as this rank has looked.
         least = max(_SILENT_TICKS * self._tick_s, limit / 2 - 2 * self._tick_s)
-        silent = {
-            rank
-            for rank, (_, since) in self._seen.items()
-            if now - since > least and rank != own.rank and not states[rank].has_left
-        }
+        others = {rank: seen for rank, seen in self._seen.items() if rank != own.rank and not states[rank].has_left}
+        silent = {rank for rank, (_, since, _) in others.items() if now - since > least}
+        if any(not has_changed for rank, (_, _, has_changed) in others.items() if rank not in silent):
+            # Of a rank that is gone, the last state says nothing. In a moment it is known whether it is.
+            return
         suspicion = find_suspect(states, silent, own.rank)
         if self._is_over(suspicion, states, silent):
             self._raise_alarm(states, silent, suspicion)

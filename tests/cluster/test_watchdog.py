@@ -2,12 +2,19 @@
 
 import os
 import re
+import sys
 from datetime import timedelta
 
 import pytest
 from processes import run_script
 from support import ROOT
 from torch.distributed import TCPStore
+
+from hybridpp.cluster.hang_report import WatchedState, group_key
+from hybridpp.cluster.progress import Awaited, Progress
+from hybridpp.cluster.rank_process import RankProcess
+from hybridpp.cluster.watchdog import Watchdog, WatchedRank
+from hybridpp.cluster.watchdog_limits import WatchdogLimits
 
 SCRIPT = ROOT / "tests/scripts/hanging.py"
 
@@ -75,3 +82,49 @@ def test_a_rank_that_does_not_come_from_the_script_has_a_limit_of_its_own():
     assert re.findall(r"The first suspect is rank (\d)", job.stderr) == ["2"], job.stderr
     assert "Rank 2 has not come to training step 4 of Model" in job.stderr
     assert re.search(r"it is in your code at \S*hanging.py:\d+ in hang", job.stderr)
+
+
+class Alarm(Exception):
+    """Raised in place of the end of the process."""
+
+
+class Board:
+    """A board on which rank 1 of two has published a state, and publishes no more."""
+
+    rank, size = 0, 2
+
+    def __init__(self, last):
+        self.last = last
+
+    def publish(self, state):
+        return False
+
+    def states(self, ranks):
+        return [self.last.as_text() for _ in ranks]
+
+    def claim(self, alarm):
+        raise Alarm(alarm["suspect"], alarm["is_silent"])
+
+
+def test_nothing_is_concluded_from_the_last_state_of_a_rank_that_may_be_gone(monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    now = 0.0
+    monkeypatch.setattr("hybridpp.cluster.watchdog.time.monotonic", lambda: now)
+    # In an earlier step, rank 1 waited for a collective to which all have come.
+    started = {group_key("dp", (0, 1)): 3}
+    last = WatchedState(
+        rank=1, process=RankProcess("node8", "other", 1, ""), awaited=Awaited("a collective", (0,), "dp", 3),
+        started=started,
+    )  # fmt: skip
+    progress = Progress()
+    progress.section, progress.awaited = "step", lambda: Awaited("a message", (1,), "pp")
+    rank = WatchedRank(progress, lambda: started, lambda rank: "")
+    watchdog, alarm = Watchdog(Board(last), rank, WatchdogLimits.of(10.0, timeout_s=600.0)), ()
+    while not alarm:
+        try:
+            watchdog._tick()
+        except Alarm as raised:
+            alarm = raised.args
+        now += 2.0
+    assert alarm == (1, True), "rank 1 gives no sign of life"
+    assert now <= 18.0
