@@ -13,6 +13,7 @@ from typing import NamedTuple
 from forked_jobs import forked_job
 from processes import after_fork, free_port, interpret, print_to
 from support import ROOT
+from torch.distributed.run import main as torchrun
 
 from hybridpp.cli.main import main as command
 
@@ -76,13 +77,20 @@ def by_hand(
 
 
 def launched(
-    layout: str, place: str, victim: int, environment: Mapping[str, str] | None = None, patience_s: float = 60.0
+    layout: str,
+    place: str,
+    victim: int,
+    environment: Mapping[str, str] | None = None,
+    patience_s: float = 60.0,
+    *,
+    by_torchrun: bool = False,
 ) -> Ended:
-    """Ranks of ``hybridpp run``; the time from the kill to the launcher's end, which comes after that of all ranks."""
+    """Ranks of ``hybridpp run`` or torchrun; the time to the launcher's end, which comes after that of all ranks."""
     size = str(dying.LAYOUTS[layout]["ranks"])
     with tempfile.TemporaryDirectory() as name:
-        arguments = ["run", "--standalone", "--nproc-per-node", size, str(SCRIPT), layout, place, str(victim), name]
-        with forked_job(command, *arguments, environment=environment) as job:
+        arguments = ["--standalone", "--nproc-per-node", size, str(SCRIPT), layout, place, str(victim), name]
+        main = torchrun if by_torchrun else command
+        with forked_job(main, *([] if by_torchrun else ["run"]), *arguments, environment=environment) as job:
             job.process.join(2 * patience_s)
             last = time.monotonic() if job.process.exitcode is not None else float("inf")
             killed = Path(name, "killed")

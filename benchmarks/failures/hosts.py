@@ -3,10 +3,12 @@
     PYTHONPATH=.:plugins:tests python benchmarks/failures/hosts.py equal  # torchrun and hybridpp run, pp and dp across
     PYTHONPATH=.:plugins:tests python benchmarks/failures/hosts.py cut    # the cable is pulled in the middle of a step
     PYTHONPATH=.:plugins:tests python benchmarks/failures/hosts.py down   # a host goes down, and is started again
+    PYTHONPATH=.:plugins:tests python benchmarks/failures/hosts.py frozen # all processes of a host are stopped
     PYTHONPATH=.:plugins:tests python benchmarks/failures/hosts.py slow   # 1, 10 and 100 Mbit/s
     PYTHONPATH=.:plugins:tests python benchmarks/failures/hosts.py places # the cable is pulled at places of a job
     PYTHONPATH=.:plugins:tests python benchmarks/failures/hosts.py back   # it is out for some seconds, and comes back
     PYTHONPATH=.:plugins:tests python benchmarks/failures/hosts.py weak   # it is slow, and loses packets; equal bits?
+    PYTHONPATH=.:plugins:tests python benchmarks/failures/hosts.py far    # it takes time, and loses packets at random
     PYTHONPATH=.:plugins:tests python benchmarks/failures/hosts.py noise  # foreign bytes on all ports of a job
 
 Each host has its own address, name, processes and ``/etc/hosts`` (see ``tests/two_hosts.py``); the files are shared, as
@@ -16,6 +18,7 @@ those of a cluster are. Runs are ``tests/scripts/recovering.py``, as in ``recove
 import argparse
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -28,6 +31,7 @@ from pathlib import Path
 
 import psutil
 import torch
+from far_link import far_link
 from processes import RankFailed, run_script
 from recovery import SCRIPT, Job, clean
 from torch import nn
@@ -124,39 +128,67 @@ def show(job: HostJob, hosts: Sequence[Host]) -> None:
         )
 
 
-def cut(is_down: bool) -> None:
-    """The cable is pulled, or a host goes down; then it comes back, and what has ended is started again."""
-    for ranks, watchdog in ((2, 10), (1, None), (1, 10), (2, None)):
+CASES = {
+    f"{across}{limit}": (ranks, watchdog)
+    for across, ranks in (("replicas", 2), ("stages", 1))
+    for limit, watchdog in (("-watched", 10), ("", None))
+}
+
+
+def lost_host(what: str, names: Sequence[str], number: int) -> None:
+    """The cable is pulled (``cut``), a host goes down (``down``), or all of its processes are stopped (``frozen``).
+
+    It is the host of this number; 80 s later it comes back, and what has ended is started again.
+    """
+    for ranks, watchdog in (CASES[name] for name in names):
         limits = ["--timeout", 60, "--watchdog", watchdog] if watchdog else ["--timeout", 15]
         arguments = ["--steps", 60, "--save-every", 5, "--pause", 0.02]
-        expected = clean(*arguments) if ranks == 2 else None
+        expected = clean(*arguments, ranks=2 * ranks)
         with two_hosts() as hosts:
+            gone = hosts[number]
             job = HostJob(hosts, *arguments, *limits, ranks=ranks, restarts=3)
             job.wait_for_step(12)
-            running, start = processes_of(job), time.monotonic()
-            hosts[1].set_link(up=False)
-            if is_down:
-                job.processes[hosts[1].name].kill()
-                for process in processes_of(job, hosts[1]):
+            running, lost = processes_of(job), processes_of(job, gone)
+            frozen = [process for process in running if process in lost and what == "frozen"]
+            running, start = [process for process in running if process not in frozen], time.monotonic()
+            if what == "frozen":
+                # Nsenter stops itself where what it has started does.
+                lost = [process for process in lost if process.pid != job.processes[gone.name].pid]
+                for process in lost:
+                    process.suspend()
+            else:
+                gone.set_link(up=False)
+            if what == "down":
+                job.processes[gone.name].kill()
+                for process in lost:
                     process.kill()
             ends = wait_for_ends(running, start)
             launchers = job.wait_for_ends(start, 80.0)
+            happens = {"cut": "cable pulled", "down": f"{gone.name} goes down", "frozen": f"{gone.name} is stopped"}[
+                what
+            ]
             print(
-                f"{'replicas' if ranks == 2 else 'stages'} across hosts, "
-                f"{'host1 goes down' if is_down else 'cable pulled'}, "
+                f"{'replicas' if ranks == 2 else 'stages'} across hosts, {happens}, "
                 f"{f'watchdog_s={watchdog}' if watchdog else 'timeout_s=15'}: ranks ended after {ends}; "
                 f"{told(launchers)}",
                 flush=True,
             )
             show(job, hosts)
-            hosts[1].set_link(up=True)
+            if what == "frozen":
+                for process in lost:
+                    with suppress(psutil.NoSuchProcess):
+                        process.resume()
+                job.processes[gone.name].send_signal(signal.SIGCONT)
+                print(f"  the stopped ranks ended after {wait_for_ends(frozen, time.monotonic())}", flush=True)
+            else:
+                gone.set_link(up=True)
             for host in hosts:
                 if job.processes[host.name].poll() is not None:
                     job.start(host)
             launchers = job.wait_for_ends(time.monotonic())
             resumed = [line["resumed"] for line in job.lines() if "resumed" in line]
-            is_same = "" if expected is None else f", {'0 bits differ' if job.result() == expected else 'DIFFERS'}"
-            print(f"  plugged in again: {told(launchers)}, resumed at {resumed}{is_same}", flush=True)
+            same = "0 bits differ" if job.result() == expected else "DIFFERS"
+            print(f"  it is back: {told(launchers)}, resumed at {resumed}, {same}", flush=True)
             if any(code for code, _ in launchers.values()):
                 show(job, hosts)
 
@@ -272,38 +304,55 @@ LINKS = ((0.0, None), (1.0, None), (0.2, None), (5.0, 32), (1.0, 32), (5.0, 4))
 
 def weak(links: Sequence[tuple[float, int | None]] = LINKS) -> None:
     """Replicas across a cable that is slow, loses packets (no alarm, and the same result), or loses the large."""
-    arguments = ["--steps", 20, "--save-every", 5]
-    expected = clean(*arguments)
+    expected = clean(*OF_LINKS)
     for mbit_s, queue_kb in links:
         with two_hosts() as hosts:
             for host in hosts if mbit_s else ():
                 host.slow_down(mbit_s, queue_kb)
-            job = HostJob(hosts, *arguments, "--timeout", 120, "--watchdog", 10)
-            launchers = job.wait_for_ends(time.monotonic())
-            times = [line["time"] for line in job.lines() if "step" in line]
-            same = "0 bits differ" if job.result() == expected else "DIFFERS"
+            result = over_link(hosts, expected)
             link = f"{mbit_s:g} Mbit/s" if mbit_s else "any rate"
             lost = f", {sum(host.num_lost() for host in hosts)} packets lost" if mbit_s else ""
-            step = statistics.median(after - before for before, after in pairwise(times)) if len(times) > 1 else 0.0
-            print(
-                f"{link}, queue of {queue_kb or 'any'} KB: {told(launchers)}, {same}, step {step:.2f} s{lost}",
-                flush=True,
-            )
-            if any(code for code, _ in launchers.values()):
-                show(job, hosts)
+            print(f"{link}, queue of {queue_kb or 'any'} KB: {result}{lost}", flush=True)
+
+
+# Milliseconds in each direction, and the share of packets that are lost.
+FAR = ((0, 0.0), (50, 0.0), (200, 0.0), (0, 0.01), (50, 0.01), (10, 0.05))
+
+
+def far() -> None:
+    """Replicas across a link that takes time, and loses packets at random."""
+    expected = clean(*OF_LINKS)
+    for delay_ms, loss in FAR:
+        with two_hosts() as hosts, far_link(hosts, delay_ms / 1e3, loss):
+            print(f"{delay_ms} ms, {100 * loss:g} % lost: {over_link(hosts, expected)}", flush=True)
+
+
+OF_LINKS = ("--steps", 20, "--save-every", 5)
+
+
+def over_link(hosts: Sequence[Host], expected: object) -> str:
+    """How a job ends whose replicas are on the hosts, and the median time of its steps."""
+    job = HostJob(hosts, *OF_LINKS, "--timeout", 120, "--watchdog", 10)
+    launchers = job.wait_for_ends(time.monotonic())
+    times = [line["time"] for line in job.lines() if "step" in line]
+    same = "0 bits differ" if job.result() == expected else "DIFFERS"
+    step = statistics.median(after - before for before, after in pairwise(times)) if len(times) > 1 else 0.0
+    if any(code for code, _ in launchers.values()):
+        show(job, hosts)
+    return f"{told(launchers)}, {same}, step {step:.2f} s"
 
 
 def noise() -> None:
     """Foreign bytes reach all ports of a job of two hosts, from its start to its end."""
     arguments = ["--steps", 60, "--save-every", 5, "--pause", 0.1]
-    expected = clean(*arguments)
     for ranks in (2, 1):
+        expected = clean(*arguments, ranks=2 * ranks)
         with two_hosts() as hosts:
             senders = [host.start(sys.executable, FOREIGN_BYTES, 40) for host in hosts]
             job = HostJob(hosts, *arguments, "--timeout", 60, "--watchdog", 20, ranks=ranks)
             start = time.monotonic()
             launchers = job.wait_for_ends(start)
-            same = ("0 bits differ" if job.result() == expected else "DIFFERS") if ranks == 2 else ""
+            same = "0 bits differ" if job.result() == expected else "DIFFERS"
             sent = [sender.communicate()[0].strip() for sender in senders]
             print(f"{ranks} ranks per host: {told(launchers)} {same}; {'; '.join(sent)}", flush=True)
             print(f"  files that a pickle made: {list(Path().glob('PICKLED*'))}", flush=True)
@@ -348,7 +397,10 @@ def slow_rank() -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("equal", "cut", "down", "slow", "rank", "places", "back", "weak", "noise"))
+    whats = ("equal", "cut", "down", "frozen", "slow", "rank", "places", "back", "weak", "far", "noise")
+    parser.add_argument("what", choices=whats)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES, help="of cut, down and frozen")
+    parser.add_argument("--host", type=int, choices=(0, 1), default=1, help="that is lost; 0 has the endpoint")
     parser.add_argument("--places", nargs="+", default=PLACES, choices=PLACES)
     parser.add_argument("--seconds", type=float, nargs="+", default=[3, 15], help="of back, without the cable")
     parser.add_argument(
@@ -357,13 +409,15 @@ if __name__ == "__main__":
     options = parser.parse_args()
     calls = {
         "equal": equal,
-        "cut": lambda: cut(False),
-        "down": lambda: cut(True),
+        "cut": lambda: lost_host("cut", options.cases, options.host),
+        "down": lambda: lost_host("down", options.cases, options.host),
+        "frozen": lambda: lost_host("frozen", options.cases, options.host),
         "slow": lambda: slow(options.mbit),
         "rank": slow_rank,
         "places": lambda: places(options.places),
         "back": lambda: back(options.seconds),
         "weak": weak,
+        "far": far,
         "noise": noise,
     }
     calls[options.what]()

@@ -76,9 +76,9 @@ class Job:
         return self.losses(), self.weights()
 
 
-def clean(*arguments: object) -> tuple[dict[int, str], list[str]]:
+def clean(*arguments: object, ranks: int = NUM_RANKS) -> tuple[dict[int, str], list[str]]:
     """The result of a run to which nothing happens."""
-    job = Job(*arguments)
+    job = Job(*arguments, ranks=ranks)
     code, printed = job.end()
     assert code == 0, printed
     return job.result()
