@@ -56,15 +56,10 @@ class WatchdogBoard:
         return [text.decode() for text in self._call(lambda: self._store.multi_get([f"state {one}" for one in ranks]))]
 
     def claim(self, alarm: Any) -> bool:
-        """Raise the alarm; returns whether this rank is the first and is to report."""
-
-        def first() -> bool:
-            is_first = self._store.add("claims", 1) == 1
-            if is_first:
-                self._store.set("alarm", json.dumps(alarm))
-            return is_first
-
-        return self._call(first)
+        """Raise the alarm, which no other rank may raise as this one; returns whether this rank is the first and is to
+        report. Else the alarm of the first one is there."""
+        text = json.dumps(alarm)
+        return self._call(lambda: self._store.compare_set("alarm", "", text) == text.encode())
 
     def is_first(self, task: str) -> bool:
         """Whether this rank is the first to take a task."""

@@ -3,24 +3,27 @@
 import os
 import re
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 from processes import run_script
 from support import ROOT
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 from hybridpp.cluster.hang_report import WatchedState, group_key
 from hybridpp.cluster.progress import Awaited, Progress
 from hybridpp.cluster.rank_process import RankProcess
 from hybridpp.cluster.watchdog import Watchdog, WatchedRank
+from hybridpp.cluster.watchdog_board import WatchdogBoard
 from hybridpp.cluster.watchdog_limits import WatchdogLimits
 
 SCRIPT = ROOT / "tests/scripts/hanging.py"
 
 
 @pytest.fixture(autouse=True)
-def _agent(monkeypatch):
+def agent(monkeypatch):
     """A store that outlives the ranks, as that of torchrun's agent."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
@@ -128,3 +131,26 @@ def test_nothing_is_concluded_from_the_last_state_of_a_rank_that_may_be_gone(mon
         now += 2.0
     assert alarm == (1, True), "rank 1 gives no sign of life"
     assert now <= 18.0
+
+
+def test_a_rank_that_is_not_the_first_to_raise_the_alarm_finds_the_other_one(agent):
+    first, second = (WatchdogBoard(PrefixStore("job", agent), rank, 2, 10.0) for rank in (0, 1))
+    store = first._store
+
+    class Slow:
+        def __getattr__(self, name):
+            return getattr(store, name)
+
+        def set(self, key, value):
+            time.sleep(1)
+            store.set(key, value)
+
+    first._store = Slow()
+    with ThreadPoolExecutor() as pool:
+        claimed = pool.submit(first.claim, {"reporter": 0})
+        time.sleep(0.3)
+        assert not second.claim({"reporter": 1})
+        assert second.get("alarm") == {"reporter": 0}
+        assert claimed.result()
+    first.close()
+    second.close()
