@@ -76,6 +76,20 @@ class HostJob(Job):
         )  # fmt: skip
         self.processes[host.name] = self.process
 
+    def start_again(self, hosts: Sequence[Host], since: float, timeout_s: float = END_S) -> int:
+        """Start launchers that fail, as a cluster would, until all have ended in order; how often that was."""
+        num_starts = 0
+        while time.monotonic() - since < timeout_s:
+            codes = {host.name: self.processes[host.name].poll() for host in hosts}
+            for host in hosts:
+                if codes[host.name] not in (None, 0):
+                    self.start(host)
+                    num_starts += 1
+            if all(code == 0 for code in codes.values()):
+                break
+            time.sleep(0.5)
+        return num_starts
+
     def errors(self, host: Host) -> Path:
         """What a host prints."""
         return self.path / f"{host.name}.txt"
@@ -182,13 +196,13 @@ def lost_host(what: str, names: Sequence[str], number: int) -> None:
                 print(f"  the stopped ranks ended after {wait_for_ends(frozen, time.monotonic())}", flush=True)
             else:
                 gone.set_link(up=True)
-            for host in hosts:
-                if job.processes[host.name].poll() is not None:
-                    job.start(host)
-            launchers = job.wait_for_ends(time.monotonic())
+            back = time.monotonic()
+            num_starts = job.start_again(hosts, back)
+            launchers = job.wait_for_ends(back, 0.1 + time.monotonic() - back)
             resumed = [line["resumed"] for line in job.lines() if "resumed" in line]
             same = "0 bits differ" if job.result() == expected else "DIFFERS"
-            print(f"  it is back: {told(launchers)}, resumed at {resumed}, {same}", flush=True)
+            starts = f"{num_starts} launchers started again, " if num_starts else ""
+            print(f"  it is back: {starts}{told(launchers)}, resumed at {resumed}, {same}", flush=True)
             if any(code for code, _ in launchers.values()):
                 show(job, hosts)
 
