@@ -29,10 +29,19 @@ def user_code(thread: int) -> str:
     frame = sys._current_frames().get(thread)
     while frame is not None:
         code = frame.f_code
-        if code_owner(code.co_filename, code.co_name) is CodeOwner.USER:
+        if _is_users(frame):
             return f"{_shortened(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
         frame = frame.f_back
     return ""
+
+
+def _is_users(frame: FrameType) -> bool:
+    code = frame.f_code
+    if code_owner(code.co_filename, code.co_name) is not CodeOwner.USER:
+        return False
+    # Dataclasses and others make code of text, and run it while a module is imported: who runs it is whose it is.
+    is_text = (code.co_filename, code.co_name) == ("<string>", "<module>")
+    return not is_text or frame.f_back is None or _is_users(frame.f_back)
 
 
 def has_ended(thread: int) -> bool:

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from code import InteractiveInterpreter
 
 from torch.utils.data import DataLoader, Dataset
 
@@ -13,6 +14,15 @@ from hybridpp.cluster.rank_process import RankProcess
 
 def test_the_users_code_is_the_innermost_frame_outside_of_libraries():
     assert user_code(threading.get_ident()).endswith("test_the_users_code_is_the_innermost_frame_outside_of_libraries")
+
+
+def test_code_that_a_library_runs_from_text_is_not_the_users():
+    names = {"found": [], "user_code": user_code, "number": threading.get_ident()}
+    InteractiveInterpreter(names).runsource("found.append(user_code(number))", "<string>", "exec")
+    exec("found.append(user_code(number))", names)
+    of_library, own = names["found"]
+    assert of_library.endswith("in test_code_that_a_library_runs_from_text_is_not_the_users")
+    assert own == "<string>:1 in <module>"
 
 
 def test_stacks_name_the_calls_of_the_thread_and_leave_out_others():
