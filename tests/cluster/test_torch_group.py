@@ -192,7 +192,7 @@ def _two_messages_that_do_not_come():
     return texts
 
 
-def test_what_a_timeout_of_another_message_ends_is_told_as_a_timeout(monkeypatch):
+def test_a_wait_that_another_ones_timeout_ends_is_told_as_a_timeout(monkeypatch):
     monkeypatch.setenv("HYBRIDPP_SHARED_MEMORY", "0")
     texts, _ = run_ranks(_two_messages_that_do_not_come, 2, wait_s=1.0)
     assert all(text.startswith("rank 1 (group ") and "sent nothing for 1 s" in text for text in texts), texts

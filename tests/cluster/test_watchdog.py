@@ -109,7 +109,7 @@ class Board:
         raise Alarm(alarm["suspect"], alarm["is_silent"])
 
 
-def test_nothing_is_concluded_from_the_last_state_of_a_rank_that_may_be_gone(monkeypatch):
+def test_nothing_is_concluded_from_states_of_ranks_that_may_be_gone(monkeypatch):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     now = 0.0
     monkeypatch.setattr("hybridpp.cluster.watchdog.time.monotonic", lambda: now)
@@ -133,7 +133,7 @@ def test_nothing_is_concluded_from_the_last_state_of_a_rank_that_may_be_gone(mon
     assert now <= 18.0
 
 
-def test_a_rank_that_is_not_the_first_to_raise_the_alarm_finds_the_other_one(agent):
+def test_the_second_rank_that_raises_the_alarm_finds_the_first_one(agent):
     first, second = (WatchdogBoard(PrefixStore("job", agent), rank, 2, 10.0) for rank in (0, 1))
     store = first._store
 
