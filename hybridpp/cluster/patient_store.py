@@ -9,12 +9,11 @@ import ctypes
 import os
 import queue
 import socket
+import stat
 import struct
 import threading
 from collections.abc import Callable, Collection
 from typing import TypeVar
-
-import psutil
 
 from hybridpp.cluster.host_address import addresses_of
 from hybridpp.nn.torch_private import Store, address_of_store
@@ -81,17 +80,21 @@ def _ignore_late_answers(addresses: Collection[str], port: int) -> None:
     waiting = [thread for thread in threading.enumerate() if thread.name in (_ASKING, BOARD_THREAD)]
     if not waiting:
         return
-    for connection in psutil.Process().net_connections("tcp"):
-        ip, its_port = connection.raddr or ("", 0)
-        if its_port == port and ip.removeprefix("::ffff:") in addresses:
-            _drop_all(connection.fd)
+    with contextlib.suppress(OSError):  # a system without these files
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):  # that of the list is gone; nobody is connected
+                if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                    _drop_all(descriptor, addresses, port)
     for thread in waiting:
         thread.join(_RETURN_S)
 
 
-def _drop_all(descriptor: int) -> None:
-    """Let the kernel drop all that comes for a connection from now on; nothing is printed, as where it is closed."""
+def _drop_all(descriptor: int, addresses: Collection[str], port: int) -> None:
+    """Let the kernel drop all that comes from one of these addresses; nothing is printed, as where it is closed."""
     instruction = ctypes.create_string_buffer(struct.pack("HBBI", _BPF_RETURN, 0, 0, 0))  # of each packet, 0 bytes
     program = struct.pack("HP", 1, ctypes.addressof(instruction))
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-        connection.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+    with socket.socket(fileno=os.dup(descriptor)) as connection:
+        is_network = connection.family in (socket.AF_INET, socket.AF_INET6)
+        ip, its_port, *_ = connection.getpeername() if is_network else ("", 0)
+        if its_port == port and ip.removeprefix("::ffff:") in addresses:
+            connection.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
