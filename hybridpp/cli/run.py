@@ -24,7 +24,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT_PORT
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
@@ -264,11 +264,11 @@ def _run(parsed: Namespace, notes: Path, awaited: _Awaited | None) -> int:
             torchrun.run(parsed)  # type: ignore[no-untyped-call]  # torch
     except ChildFailedError as error:
         return _failed(error)
+    except (RendezvousConnectionError, DistError) as error:  # its native stack may follow
+        _say(f"the hosts of the job did not meet, or have lost each other: {_named(error)}. {_ON_EACH_HOST}")
+        return FAILED
     except RendezvousError as error:
         _say(f"the hosts of the job did not meet: {_named(error)}. {_ON_EACH_HOST}")
-        return FAILED
-    except DistError as error:  # its native stack may follow
-        _say(f"the hosts of the job did not meet, or have lost each other: {_named(error)}. {_ON_EACH_HOST}")
         return FAILED
     except (ValueError, KeyError, AssertionError, ImportError) as error:  # of names that it looks up when it starts
         _refuse(f"torchrun takes no such option: {_named(error)}")

@@ -18,7 +18,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
 from hybridpp.checkpoint.commit import committed_steps
 from hybridpp.cli import main, run
@@ -242,6 +242,10 @@ def test_names_that_torchrun_does_not_know_are_two_lines(torch_runs, capsys):
     [
         (
             DistStoreError("nobody\nframe #0"),
+            "hybridpp run: the hosts of the job did not meet, or have lost each other: ",
+        ),
+        (  # the endpoint's host went down, and is back
+            RendezvousConnectionError("reset"),
             "hybridpp run: the hosts of the job did not meet, or have lost each other: ",
         ),
         (ImportError("no etcd\nmore"), "hybridpp: torchrun takes no such option: ImportError: no etcd.\nSee "),
