@@ -17,7 +17,13 @@ from hybridpp.estimate.measure_device import clock_of, measure_device, measure_l
 from hybridpp.estimate.model_run import Memory, ModelRun
 from hybridpp.estimate.op_log import Op, OpLog, Ops
 from hybridpp.estimate.rank_memory import ProgramPeak, RankState, StepPeak, step_peak
-from hybridpp.estimate.repeated_blocks import NotPeriodicError, Repeated, repeated_blocks, with_repeated_blocks
+from hybridpp.estimate.repeated_blocks import (
+    NotPeriodicError,
+    Repeated,
+    repeated_blocks,
+    repeated_inside,
+    with_repeated_blocks,
+)
 from hybridpp.estimate.roofline import roofline, with_sums
 from hybridpp.estimate.scaled_run import BASES, LARGER_BASES, scaled_memories, scaled_run, scaled_times
 from hybridpp.estimate.search import SearchResult, SearchSpace, search
@@ -85,6 +91,7 @@ __all__ = [
     "plugin_keywords",
     "rank_ends",
     "repeated_blocks",
+    "repeated_inside",
     "roofline",
     "scaled_memories",
     "scaled_run",

@@ -36,10 +36,12 @@ class Repeated(NamedTuple):
     Attributes:
         names: of the blocks, in the order of their calls: whole periods.
         period: how many blocks take turns; 1: all are equal.
+        row: all blocks of the row, also those that run.
     """
 
     names: tuple[str, ...]
     period: int
+    row: tuple[str, ...] = ()
 
     @property
     def reach(self) -> int:
@@ -84,7 +86,20 @@ def _row(described: Sequence["_Unit"], units: Sequence[str], start: int, period:
     found = Repeated((), period)
     first, last = start + (found.reach + 2) * period, end - found.reach * period
     is_worth_it = last - first >= _LEAST * period
-    return end, found._replace(names=tuple(units[first:last])) if is_worth_it else None
+    return end, Repeated(tuple(units[first:last]), period, tuple(units[start:end])) if is_worth_it else None
+
+
+def repeated_inside(model: nn.Module, unit: str) -> tuple[Repeated, ...]:
+    """The same of the lists of blocks inside of a unit, which is not cut itself: a tower for images.
+
+    Such blocks may get other numbers (ends of windows, or of images) than their neighbours: that is not looked at.
+    """
+    lists = (
+        [".".join(filter(None, (unit, path, str(number)))) for number in range(len(part))]
+        for path, part in model.get_submodule(unit).named_modules()
+        if isinstance(part, nn.ModuleList)
+    )
+    return tuple(row for names in lists for row in repeated_blocks(model, names, frozenset()))
 
 
 class _Unit(NamedTuple):
@@ -215,7 +230,7 @@ class _Segments:
     def __init__(self, run: ModelRun, start: int, calls: Sequence[int]):
         self._run = run
         marks = [run.calls[call] for call in calls]
-        ends = [run.calls[start - 1].end if start else 0, *(mark.end for mark in marks)]
+        ends = [0, *(mark.end for mark in marks)]
         # By phase and period: after the first event, until the second. Equal ones: it has none.
         self.bounds = numpy.zeros((len(_PHASES), len(calls), 2), dtype=numpy.int64)
         for block in range(1, len(calls)):
@@ -226,7 +241,9 @@ class _Segments:
             self.bounds[_BACKWARD, block] = gradients
         # Of the first period, what it allocates forwards may be there for all, but gradients of the next one end in it.
         before = run.calls[start - 1].gradient if start else None
-        begin, end = marks[0].gradient, run.pass_end if before is None else before
+        begin = marks[0].gradient
+        # That of a unit around all of them came earlier.
+        end = run.pass_end if before is None or before < begin else before
         self.bounds[_BACKWARD, 0] = begin, max(begin, end)
         if (self.bounds[:, :, 0] > self.bounds[:, :, 1]).any():
             raise ValueError("another order")

@@ -1,6 +1,6 @@
 """When the units of a model run: in the forward, and in the backward pass."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -87,12 +87,15 @@ def _passed_on(output: _Output | None, leaves: Sequence[Any]) -> Any:
     return pytree.tree_unflatten([hidden if isinstance(leaf, _Size) else leaf for leaf in output.leaves], output.spec)
 
 
-def _signature(leaves: Sequence[Any]) -> tuple[Any, ...]:
+def _signature(leaves: Sequence[Any], has_sizes_of_integers: bool) -> tuple[Any, ...]:
     """What decides how a unit runs, of what it is given: not the number of a block, nor an object that all share."""
-    return tuple(
-        _Size.of(leaf) if isinstance(leaf, Tensor) else leaf if isinstance(leaf, bool | float | str) else type(leaf)
-        for leaf in leaves
-    )
+
+    def part(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return _Size.of(leaf) if has_sizes_of_integers or leaf.is_floating_point() else leaf.dtype
+        return leaf if isinstance(leaf, bool | float | str) else type(leaf)
+
+    return tuple(map(part, leaves))
 
 
 class UnitRecorder:
@@ -105,6 +108,7 @@ class UnitRecorder:
         look: called with each tensor among a unit's arguments and results.
         left_out: units that do not run: they return what they were given, as the unit before them returned it. Each has
             the distance to the earlier unit that stands for it.
+        inner: names of blocks inside of units, which are recorded, too, and may be left out.
 
     Attributes:
         calls: of the latest forward since :meth:`clear`.
@@ -118,7 +122,9 @@ class UnitRecorder:
         now: Callable[[], Any],
         look: Callable[[Tensor], Any] = lambda tensor: None,
         left_out: Mapping[str, int] | None = None,
+        inner: Collection[str] = (),
     ):
+        self._inner = frozenset(inner)
         self._left_out = left_out or {}
         self._given: list[tuple[Any, ...]] = []
         self._output: _Output | None = None
@@ -127,7 +133,7 @@ class UnitRecorder:
         self._now, self._look = now, look
         self._depth = 0
         modules: dict[nn.Module, str] = {}
-        for name in units:
+        for name in (*units, *inner):
             module = adapter.model.get_submodule(name)
             if module not in modules:
                 modules[module] = name
@@ -143,14 +149,15 @@ class UnitRecorder:
         self._output = None
 
     def _run(self, name: str, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_recording or self._depth:
+        # Outside of its unit, an inner block is run again by recomputation.
+        if not self.is_recording or self._depth != (name in self._inner):
             return forward(*args, **kwargs)
         given = pytree.tree_leaves((args, kwargs))
         found = tuple(self._look(_held(leaf)) for leaf in given if _is_shown(leaf))
         index = len(self.calls)
         self.calls.append(UnitMarks(name, self._now(), None, None, found))
         if self._left_out:
-            self._given.append(_signature(given))
+            self._given.append(_signature(given, name not in self._inner))
         if name in self._left_out:
             passed_on = _passed_on(self._output, given)
             if passed_on is None or self._given[index] != self._given[index - self._left_out[name]]:

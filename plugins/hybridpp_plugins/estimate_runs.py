@@ -31,6 +31,7 @@ from hybridpp.estimate import (
     clock_of,
     median_times,
     repeated_blocks,
+    repeated_inside,
     with_repeated_blocks,
 )
 from hybridpp.module_adapter import ModuleAdapter
@@ -41,6 +42,7 @@ from hybridpp.partition import (
     FlopCounter,
     TracedModel,
     describe_sample,
+    find_units,
     finest_units,
     trace_model,
 )
@@ -148,7 +150,7 @@ class EstimateRuns:
         self.sharding = cache(self._find_sharding)
         self.run = cache(self._run)
         self._ready = cache(self._make_ready)
-        self._repeated = cache(lambda units, recomputed: repeated_blocks(self._model, units, recomputed))
+        self._repeated = cache(self._find_repeated)
         self.traced = cache(self._trace)
 
     def _find_sharding(self, tp_size: int, shards_sequences: bool) -> Sharding | None:
@@ -208,7 +210,8 @@ class EstimateRuns:
         left_out = () if settled else self._repeated(units, kind.recomputed)
         while left_out := tuple(row for row in left_out if row.names not in self._never_left_out):
             try:
-                return with_repeated_blocks(self._record(kind, units, settled, left_out), left_out)
+                complete = with_repeated_blocks(self._record(kind, units, settled, left_out), left_out)
+                return replace(complete, calls=tuple(call for call in complete.calls if call.name in units))
             except NeedsValuesError:
                 self._compute_masks()
                 continue
@@ -221,6 +224,12 @@ class EstimateRuns:
         except NeedsValuesError:
             self._compute_masks()
             return self._record(kind, units, settled)
+
+    def _find_repeated(self, units: tuple[str, ...], recomputed: frozenset[str]) -> tuple[Repeated, ...]:
+        """Blocks that need not run: units, and blocks inside of units that are no blocks of the model themselves."""
+        blocks = set(find_units(self._model, 1).blocks)
+        inside = [row for unit in units if unit not in blocks for row in repeated_inside(self._model, unit)]
+        return (*repeated_blocks(self._model, units, recomputed), *inside)
 
     def _compute_masks(self) -> None:
         """From now on, all values that can be computed are: the model reads some of them."""
@@ -410,6 +419,7 @@ class _ReadyRank:
             lambda: self._log.event if self._log else 0,
             lambda tensor: self._log.of(tensor) if self._log else None,
             {name: row.period for row in left_out for name in row.names},
+            [name for row in left_out for name in row.row if name not in units],
         )
         self.passes: list[int] = []
         self.ends: list[int] = []

@@ -12,7 +12,7 @@ class Block(nn.Module):
         self.number, self.linear = number, nn.Linear(width, width)
 
 
-MIDDLE = (Repeated(("4", "5", "6", "7"), 1),)
+MIDDLE = (Repeated(("4", "5", "6", "7"), 1, tuple(map(str, range(10)))),)
 
 
 def model(*blocks):
@@ -86,15 +86,15 @@ def test_blocks_that_take_turns_are_left_out_by_periods():
             block.window = 8 if number % period else None
         return repeated_blocks(model(*blocks), names(count), frozenset())
 
-    assert made(13) == (Repeated(tuple(map(str, range(6, 10))), 2),)
+    assert made(13) == (Repeated(tuple(map(str, range(6, 10))), 2, tuple(map(str, range(12)))),)
     # One more than whole periods; and too few of them.
-    assert made(14) == (Repeated(tuple(map(str, range(6, 12))), 2),)
+    assert made(14) == (Repeated(tuple(map(str, range(6, 12))), 2, tuple(map(str, range(14)))),)
     assert made(11) == ()
-    assert made(40, period=6) == (Repeated(tuple(map(str, range(18, 30))), 6),)
+    assert made(40, period=6) == (Repeated(tuple(map(str, range(18, 30))), 6, tuple(map(str, range(36)))),)
 
 
 def test_each_row_of_equal_blocks_is_left_out():
     blocks = [*(Block(number) for number in range(9)), *(Block(number, width=8) for number in range(8))]
     first, second = repeated_blocks(model(*blocks), names(17), frozenset())
-    assert first == Repeated(("4", "5", "6"), 1)
-    assert second == Repeated(("13", "14"), 1)
+    assert first == Repeated(("4", "5", "6"), 1, tuple(map(str, range(9))))
+    assert second == Repeated(("13", "14"), 1, tuple(map(str, range(9, 17))))

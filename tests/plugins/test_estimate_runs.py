@@ -7,6 +7,8 @@ from hybridpp_plugins.estimate_batch import BatchSource
 from hybridpp_plugins.estimate_runs import EstimateRuns, RunKind
 from hybridpp_plugins.layout_estimator import settings_parser
 from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     GPT2Config,
     GPT2LMHeadModel,
     GptOssConfig,
@@ -28,6 +30,7 @@ from hybridpp.estimate import (
     stage_memory,
     with_repeated_blocks,
 )
+from hybridpp.partition import StagePlan
 
 SIZES = {"vocab_size": 50, "use_cache": False}
 
@@ -69,10 +72,10 @@ def gpt_oss(num_blocks=13):
     return GptOssForCausalLM(config)
 
 
-def runs_of(make):
+def runs_of(make, sequence_length=8):
     with torch.device("meta"):
         model = make()
-    batches = BatchSource(sequence_length=8)
+    batches = BatchSource(sequence_length=sequence_length)
     return model, EstimateRuns(model, precision=Precision.BF16, batches=batches, device="cuda")
 
 
@@ -141,3 +144,29 @@ def test_runs_are_scaled_from_the_first_ones_of_a_rank():
     runs.run(RunKind(1, False, 2), units, False)  # finds which batch the model takes
     few, more = (runs.run(RunKind(2, False, size), units, False) for size in BASES)
     assert scaled_run(few, more, 16) is not None
+
+
+def gemma3():
+    """A tower of nine small blocks for images, which is never cut, before the blocks of the text."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
+    text = {"hidden_size": 256, "intermediate_size": 2048, "num_hidden_layers": 4, "vocab_size": 100, **heads}
+    images = {"image_size": 56, "patch_size": 14, "vision_use_head": False}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 9, "num_attention_heads": 2, **images}
+    tokens = {"mm_tokens_per_image": 4, "image_token_index": 99, "boi_token_index": 97, "eoi_token_index": 98}
+    return Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision, **tokens))
+
+
+def test_equal_blocks_inside_of_a_tower_are_left_out():
+    _, runs = runs_of(gemma3, sequence_length=32)
+    found = runs.traced(1, False, 1, 2).found
+    (row,) = runs._repeated(found.units, frozenset())
+    assert [name.rpartition(".")[2] for name in row.names] == ["4", "5", "6"]
+    assert not set(row.names) & set(found.units)
+    for kind in (RunKind(1, False, 2), RunKind(1, False, 2, frozenset(found.blocks), splits=True)):
+        complete, short = runs.run(kind, found.units, True), runs.run(kind, found.units, False)
+        assert not runs._never_left_out
+        assert [call.name for call in short.calls] == [call.name for call in complete.calls]
+        memories = [stage_memory(run, StagePlan(), len(run.calls) - 3, kind.splits) for run in (complete, short)]
+        assert memories[0] == memories[1]
+        ends = [roofline(run, DEVICES["h100"]).end for run in (complete, short)]
+        assert ends[1] == pytest.approx(ends[0], rel=0.002)
