@@ -13,6 +13,7 @@ with the TFLOPS that "The Llama 3 Herd of Models" reports in table 4, of which t
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -260,8 +261,8 @@ def _beyond(pid: int, limit_gib: float, limit_s: float) -> str:
 def first_line(command: str, text: str) -> str:
     """The line of an answer that says most."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    marks = {"estimate": "step on", "plan": "1 |"}
-    found = [line for line in lines if line.startswith(marks.get(command, "\0"))]
+    marks = {"estimate": "step on", "plan": r"1 *\|"}
+    found = [line for line in lines if command in marks and re.match(marks[command], line)]
     return (found or lines or [""])[0]
 
 

@@ -304,12 +304,13 @@ def with_repeated_blocks(run: ModelRun, left_out: Sequence[Repeated]) -> ModelRu
     """
     for row in left_out:
         names = [call.name for call in run.calls]
-        first = names.index(row.names[0])
-        is_there = names[first : first + len(row.names)] == list(row.names)
-        is_there &= sum(name in row.names for name in names) == len(row.names)
         # What was left out has neighbours that ran.
-        start, end = first - (row.reach + 2) * row.period, first + len(row.names) + row.reach * row.period
-        if not is_there or start < 0 or end > len(names):
+        begin, end = row.row.index(row.names[0]), row.row.index(row.names[-1]) + 1
+        around = row.row[begin - (row.reach + 2) * row.period : end + row.reach * row.period]
+        first = names.index(row.names[0]) if row.names[0] in names else -1
+        start = first - (row.reach + 2) * row.period
+        is_there = start >= 0 and names[start : start + len(around)] == list(around)
+        if not is_there or sum(name in row.names for name in names) != len(row.names):
             raise NotPeriodicError(row)
         try:
             run = _Expansion(run, row, first).complete()

@@ -23,7 +23,7 @@ LARGER_BASES = (2, 4)
 """Samples of two runs that are alike where those of one and two are not."""
 _GROWING = ("flops", "num_bytes", "joined_bytes")
 # Copies that a run of one sample may lack, and how far before the first difference one is looked for.
-_MOST_COPIES, _LOOKED_AT = 256, 64
+_MOST_COPIES, _LOOKED_AT = 8, 64
 
 
 def scaled_run(few: ModelRun, more: ModelRun, size: int, bases: tuple[int, int] = BASES) -> ModelRun | None:
