@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import numpy
 from numpy.typing import NDArray
 
-from hybridpp.estimate.model_run import ALIVE, ModelRun, Numbers
+from hybridpp.estimate.model_run import ModelRun, Numbers
+from hybridpp.estimate.op_log import OpKind
 from hybridpp.estimate.stage_memory import Held, StageMemory
 from hybridpp.estimate.unit_times import UnitTimes
 
@@ -22,8 +23,8 @@ BASES = (1, 2)
 LARGER_BASES = (2, 4)
 """Samples of two runs that are alike where those of one and two are not."""
 _GROWING = ("flops", "num_bytes", "joined_bytes")
-# Copies that a run of one sample may lack, and how far before the first difference one is looked for.
-_MOST_COPIES, _LOOKED_AT = 8, 64
+# How many operators up to the first difference may be the one that only the larger run has.
+_LOOKED_AT = 8
 
 
 def scaled_run(few: ModelRun, more: ModelRun, size: int, bases: tuple[int, int] = BASES) -> ModelRun | None:
@@ -34,7 +35,7 @@ def scaled_run(few: ModelRun, more: ModelRun, size: int, bases: tuple[int, int] 
         size: samples.
         bases: of the two runs.
     """
-    common = _common(few, more)
+    common = _common(few, more, bases)
     if common is None:
         return None
 
@@ -57,86 +58,55 @@ class _Common(NamedTuple):
     ops: NDArray[numpy.bool_]
 
 
-def _common(few: ModelRun, more: ModelRun) -> _Common | None:
+def _common(few: ModelRun, more: ModelRun, bases: tuple[int, int]) -> _Common | None:
     """What two runs have in common: all of the smaller one; None: that has something else."""
-    num_copies = len(more.memory) - len(few.memory)
-    if not 0 <= num_copies <= _MOST_COPIES or [call.name for call in few.calls] != [call.name for call in more.calls]:
+    if [call.name for call in few.calls] != [call.name for call in more.calls]:
         return None
-    copies: list[int] = []
-    shift = _Shift(more, copies)
-    while (first := _first_difference(few, shift)) is not None:
-        if len(copies) == num_copies:
-            return None
-        # Without one of those that are made at the difference, or shortly before, the next difference is a later one.
-        tried, best = [*copies, -1], first
-        latest = int(numpy.searchsorted(shift.born, first, side="right"))
-        for candidate in shift.kept[max(0, latest - _LOOKED_AT) : latest][::-1]:
-            tried[-1] = int(candidate)
-            end = _first_difference(few, _Shift(more, tried))
+    kept = _without_copies(_steps(few, few.ops.kinds), _steps(more, few.ops.kinds))
+    if kept is None:
+        return None
+    is_common = numpy.zeros(len(more.ops), dtype=bool)
+    is_common[kept] = True
+    # Each operator has made what was allocated since the one before.
+    maker = numpy.searchsorted(more.ops.rows["event"], more.born, side="left")
+    allocations = numpy.append(is_common, True)[maker]
+    low, high = few.sizes, more.sizes[allocations]
+    if len(low) != len(high) or (high < low).any() or (bases[0] * high > bases[1] * low).any():
+        return None
+    return _Common(allocations, is_common)
+
+
+def _steps(run: ModelRun, kinds: Sequence[OpKind]) -> Numbers:
+    """For each operator, the number of its kind, and how much was allocated since the one before."""
+    numbers = numpy.array([kinds.index(one) if one in kinds else -1 for one in run.ops.kinds], dtype=numpy.int64)
+    made = numpy.searchsorted(run.born, run.ops.rows["event"], side="right")
+    return numpy.stack([numbers[run.ops.rows["kind"]], numpy.diff(made, prepend=0)], axis=-1)
+
+
+def _without_copies(few: Numbers, more: Numbers) -> Numbers | None:
+    """The numbers of the larger run's operators without those that only it has; None: the others differ, too."""
+    kept = numpy.arange(len(more))
+    while (first := _first_difference(few, more[kept])) is not None:
+        # Without an operator at the difference, or shortly before, the next difference is a later one.
+        best, shorter = first, None
+        for at in range(min(first, len(kept) - 1), max(-1, first - _LOOKED_AT), -1):
+            tried = numpy.delete(kept, at)
+            end = _first_difference(few, more[tried])
             if end is None or end > best:
-                copies, best = list(tried), ALIVE if end is None else end
-            if end is None:
-                break
-        if len(copies) < len(tried):
+                best, shorter = len(few) + 1 if end is None else end, tried
+        if shorter is None or len(shorter) < len(few):
             return None
-        shift = _Shift(more, copies)
-    # The operator that makes a copy is the first one at its event.
-    is_common = numpy.ones(len(more.ops), dtype=bool)
-    is_common[numpy.searchsorted(more.ops.rows["event"], more.born[copies])] = False
-    if len(copies) != num_copies or is_common.sum() != len(few.ops):
-        return None
-    kept = more.ops.rows[is_common]
-    kinds = numpy.array([few.ops.kinds.index(one) if one in few.ops.kinds else -1 for one in more.ops.kinds])
-    is_alike = numpy.array_equal(few.ops.rows["kind"], kinds[kept["kind"]])
-    is_alike &= numpy.array_equal(few.ops.rows["event"], shift.moved(kept["event"]))
-    allocations = numpy.ones(len(more.memory), dtype=bool)
-    allocations[copies] = False
-    return _Common(allocations, is_common) if is_alike else None
+        kept = shorter
+    return kept
 
 
-class _Shift:
-    """A run without some of its allocations: its events are counted without theirs.
-
-    Args:
-        run: with them.
-        copies: their numbers.
-
-    Attributes:
-        kept: the numbers of the others.
-        born, died: of these.
-    """
-
-    def __init__(self, run: ModelRun, copies: Sequence[int]):
-        died = run.died[list(copies)]
-        self._events = numpy.sort(numpy.concatenate([run.born[list(copies)], died[died != ALIVE]]))
-        is_kept = numpy.ones(len(run.memory), dtype=bool)
-        is_kept[list(copies)] = False
-        self.kept = numpy.flatnonzero(is_kept)
-        self.born, self.died = self.moved(run.born[is_kept]), self.moved(run.died[is_kept])
-
-    def moved(self, events: Numbers) -> Numbers:
-        """Events of the run, counted without those of the copies."""
-        fewer: Numbers = numpy.searchsorted(self._events, events, side="right")
-        return numpy.where(events == ALIVE, ALIVE, events - fewer)
-
-
-def _stream(born: Numbers, died: Numbers) -> Numbers:
-    """What each event is: the number of an allocation, from 1; below 0, that it is freed."""
-    is_freed = died != ALIVE
-    numbers = numpy.arange(1, len(born) + 1)
-    stream = numpy.zeros(1 + max(born.max(initial=0), died[is_freed].max(initial=0)), dtype=numpy.int64)
-    stream[born], stream[died[is_freed]] = numbers, -numbers[is_freed]
-    return stream
-
-
-def _first_difference(few: ModelRun, other: _Shift) -> int | None:
-    """The first event that is another one than in the smaller run; None: they are alike."""
-    streams = _stream(few.born, few.died), _stream(other.born, other.died)
-    count = min(map(len, streams))
-    is_other = streams[0][:count] != streams[1][:count]
+def _first_difference(few: Numbers, more: Numbers) -> int | None:
+    """The number of the first step in which two runs differ; None: they are alike."""
+    count = min(len(few), len(more))
+    is_other = (few[:count] != more[:count]).any(axis=1)
     if is_other.any():
         return int(is_other.argmax())
-    return None if len(streams[0]) == len(streams[1]) else count
+    return None if len(few) == len(more) else count
 
 
 def scaled_times(few: UnitTimes, more: UnitTimes, size: int) -> UnitTimes:
