@@ -25,7 +25,7 @@ from hybridpp.estimate.repeated_blocks import (
     with_repeated_blocks,
 )
 from hybridpp.estimate.roofline import roofline, with_sums
-from hybridpp.estimate.scaled_run import BASES, LARGER_BASES, scaled_memories, scaled_run, scaled_times
+from hybridpp.estimate.scaled_run import BASES, scaled_memories, scaled_run, scaled_times
 from hybridpp.estimate.search import SearchResult, SearchSpace, search
 from hybridpp.estimate.stage_memory import Held, StageMemory, stage_memory
 from hybridpp.estimate.step_time import (
@@ -45,7 +45,6 @@ from hybridpp.nn.hollow import Hollow, NeedsValuesError
 __all__ = [
     "BASES",
     "DEVICES",
-    "LARGER_BASES",
     "Allocation",
     "AllocationLog",
     "CannotLeaveOutError",

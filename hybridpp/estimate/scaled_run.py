@@ -20,28 +20,25 @@ from hybridpp.estimate.unit_times import UnitTimes
 
 BASES = (1, 2)
 """Samples of the two runs."""
-LARGER_BASES = (2, 4)
-"""Samples of two runs that are alike where those of one and two are not."""
 _GROWING = ("flops", "num_bytes", "joined_bytes")
 # How many operators up to the first difference may be the one that only the larger run has.
 _LOOKED_AT = 8
 
 
-def scaled_run(few: ModelRun, more: ModelRun, size: int, bases: tuple[int, int] = BASES) -> ModelRun | None:
+def scaled_run(few: ModelRun, more: ModelRun, size: int) -> ModelRun | None:
     """The run of micro-batches of ``size`` samples; None: the two runs are not alike.
 
     Args:
-        few, more: of ``bases`` samples.
+        few, more: of one sample and of two.
         size: samples.
-        bases: of the two runs.
     """
-    common = _common(few, more, bases)
+    common = _common(few, more)
     if common is None:
         return None
 
     def grown(low: Numbers, high: Numbers, is_common: NDArray[numpy.bool_]) -> Numbers:
-        found = high * size // bases[1]
-        found[is_common] = _line(low, high[is_common], size, bases)
+        found = high * size // BASES[1]
+        found[is_common] = low + (size - BASES[0]) * (high[is_common] - low)
         return found
 
     rows = more.ops.rows.copy()
@@ -58,7 +55,7 @@ class _Common(NamedTuple):
     ops: NDArray[numpy.bool_]
 
 
-def _common(few: ModelRun, more: ModelRun, bases: tuple[int, int]) -> _Common | None:
+def _common(few: ModelRun, more: ModelRun) -> _Common | None:
     """What two runs have in common: all of the smaller one; None: that has something else."""
     if [call.name for call in few.calls] != [call.name for call in more.calls]:
         return None
@@ -71,7 +68,7 @@ def _common(few: ModelRun, more: ModelRun, bases: tuple[int, int]) -> _Common | 
     maker = numpy.searchsorted(more.ops.rows["event"], more.born, side="left")
     allocations = numpy.append(is_common, True)[maker]
     low, high = few.sizes, more.sizes[allocations]
-    if len(low) != len(high) or (high < low).any() or (bases[0] * high > bases[1] * low).any():
+    if len(low) != len(high) or (high < low).any() or (high > 2 * low).any():
         return None
     return _Common(allocations, is_common)
 
@@ -110,7 +107,7 @@ def _first_difference(few: Numbers, more: Numbers) -> int | None:
 
 
 def scaled_times(few: UnitTimes, more: UnitTimes, size: int) -> UnitTimes:
-    """The times of micro-batches of ``size`` samples, from those of :data:`LARGER_BASES`."""
+    """The times of micro-batches of ``size`` samples, from those of one and of two."""
 
     def all_of(name: str) -> tuple[Any, ...]:
         pairs = zip(getattr(few, name), getattr(more, name), strict=True)
@@ -128,7 +125,7 @@ def scaled_times(few: UnitTimes, more: UnitTimes, size: int) -> UnitTimes:
 
 
 def scaled_memories(few: Sequence[StageMemory], more: Sequence[StageMemory], size: int) -> tuple[StageMemory, ...]:
-    """The memory of stages for micro-batches of ``size`` samples, from that for :data:`LARGER_BASES`."""
+    """The memory of stages for micro-batches of ``size`` samples, from that for one and for two."""
 
     def bytes_of(low: Any, high: Any) -> Any:
         if isinstance(low, Held):
@@ -143,9 +140,4 @@ def scaled_memories(few: Sequence[StageMemory], more: Sequence[StageMemory], siz
 
 
 def _between(few: float, more: float, size: int) -> float:
-    low, high = LARGER_BASES
-    return max(0.0, few + (size - low) * (more - few) / (high - low))
-
-
-def _line(few: Numbers, more: Numbers, size: int, bases: tuple[int, int]) -> Numbers:
-    return numpy.maximum(0, few + (size - bases[0]) * (more - few) // (bases[1] - bases[0]))
+    return max(0.0, few + (size - BASES[0]) * (more - few))

@@ -14,7 +14,6 @@ from hybridpp.config import PipelineConfig, Precision, ZeroConfig
 from hybridpp.errors import PartitionError
 from hybridpp.estimate import (
     BASES,
-    LARGER_BASES,
     EstimateInput,
     Grid,
     JobSizes,
@@ -259,16 +258,13 @@ class QuickEstimator:
 
     def _make_run(self, kind: RunKind) -> ModelRun | None:
         """The run; None: it is larger than those that are made, and does not follow from them."""
-        size = kind.microbatch_size
-        for bases in (BASES, LARGER_BASES):
-            if size <= max(bases):
-                break
-            few, more = map(self._made_run, _with_sizes(kind, bases))
-            if (found := scaled_run(few, more, size, bases)) is not None:
-                return found
-            if bases is LARGER_BASES and [call.name for call in few.calls] == [call.name for call in more.calls]:
-                return None
-        return self._made_run(kind)
+        if kind.microbatch_size <= max(BASES):
+            return self._made_run(kind)
+        few, more = map(self._made_run, _bases(kind))
+        found = scaled_run(few, more, kind.microbatch_size)
+        if found is None and [call.name for call in few.calls] != [call.name for call in more.calls]:
+            return self._made_run(kind)
+        return found
 
     def _made_run(self, kind: RunKind) -> ModelRun:
         units = self._runs.traced(kind.tp_size, kind.shards_sequences, 1, self._traced_for).found.units
@@ -284,7 +280,7 @@ class QuickEstimator:
         if (measured := self._measured(kind)) is not None:
             return with_sums(measured, run or self._made_run(kind), device, kind.tp_size)
         if run is None:
-            few, more = map(self._times, _with_sizes(kind, LARGER_BASES))
+            few, more = map(self._times, _bases(kind))
             return scaled_times(few, more, kind.microbatch_size)
         return roofline(run, device, kind.tp_size)
 
@@ -298,7 +294,7 @@ class QuickEstimator:
     def _make_memories(self, kind: RunKind, num_stages: int) -> tuple[StageMemory, ...]:
         cut, run = self._cut(kind.tp_size, num_stages), self._run(kind)
         if run is None:
-            few, more = (self._memories(base, num_stages) for base in _with_sizes(kind, LARGER_BASES))
+            few, more = (self._memories(base, num_stages) for base in _bases(kind))
             return scaled_memories(few, more, kind.microbatch_size)
         blocks = set(cut.traced.found.blocks)
         last_block = max((index for index, call in enumerate(run.calls) if call.name in blocks), default=0)
@@ -393,8 +389,9 @@ def _key(sizes: JobSizes, settings: Mapping[str, Any]) -> _Key:
     )
 
 
-def _with_sizes(kind: RunKind, sizes: tuple[int, ...]) -> tuple[RunKind, ...]:
-    return tuple(replace(kind, microbatch_size=size) for size in sizes)
+def _bases(kind: RunKind) -> tuple[RunKind, ...]:
+    """The same with the few samples from which many follow."""
+    return tuple(replace(kind, microbatch_size=size) for size in BASES)
 
 
 def _grid(sizes: JobSizes, settings: Mapping[str, Any]) -> Grid:
