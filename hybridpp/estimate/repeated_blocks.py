@@ -189,7 +189,7 @@ class NotPeriodicError(Exception):
         self.row = row
 
 
-class _Places(NamedTuple):
+class _Positions(NamedTuple):
     """Where events are.
 
     Attributes:
@@ -202,8 +202,8 @@ class _Places(NamedTuple):
     block: Numbers
     offset: Numbers
 
-    def of(self, chosen: NDArray[Any]) -> "_Places":
-        return _Places(self.phase[chosen], self.block[chosen], self.offset[chosen])
+    def of(self, chosen: NDArray[Any]) -> "_Positions":
+        return _Positions(self.phase[chosen], self.block[chosen], self.offset[chosen])
 
     def seen_from(self, block: int) -> NDArray[Any]:
         """The same of any period, as rows. What is in no phase is there for all: when exactly, does not matter."""
@@ -266,7 +266,7 @@ class _Segments:
     def _add_weight_gradients(self, num_blocks: int) -> None:
         """What W computes has no marks: a period's part ends when the last is freed of what it had left for it."""
         run = self._run
-        block = self.places(run.born).block
+        block = self.positions(run.born).block
         is_later = (run.died != ALIVE) & (run.died > run.backward_end) & (block > 0)
         last = numpy.zeros(num_blocks, dtype=numpy.int64)
         numpy.maximum.at(last, block[is_later], run.died[is_later])
@@ -280,12 +280,12 @@ class _Segments:
                 raise ValueError("no part of W")
             self.bounds[_WEIGHTS, num_blocks - 1 - number] = begin, end
 
-    def places(self, events: Numbers) -> _Places:
+    def positions(self, events: Numbers) -> _Positions:
         """Where these events are."""
         index = numpy.searchsorted(self._begins, events, side="left") - 1
         known = numpy.maximum(index, 0)
         is_inside = (index >= 0) & (events <= self._ends[known])
-        return _Places(
+        return _Positions(
             numpy.where(is_inside, self._phases[known], -1),
             numpy.where(is_inside, self._blocks[known], -1),
             numpy.where(is_inside, events - self._begins[known], events),
@@ -342,8 +342,8 @@ class _Expansion:
         self._segments = _Segments(run, start, [one + row.period - 1 for one in ends])
         self._bounds = self._segments.bounds[:, self._template]
         self._lengths = self._bounds[:, 1] - self._bounds[:, 0]
-        self._born, self._died = (self._segments.places(events) for events in (run.born, run.died))
-        self._savers = self._segments.places(run.memory.savers)
+        self._born, self._died = (self._segments.positions(events) for events in (run.born, run.died))
+        self._savers = self._segments.positions(run.memory.savers)
         self._own, self._alike = self._pairs()
         self._check_ops()
 
@@ -365,7 +365,7 @@ class _Expansion:
         return numpy.flatnonzero((self._born.block == block) & (self._born.phase == phase))
 
     def _pairs(self) -> tuple[Numbers, Numbers]:
-        """The numbers of what the template allocates, and of what the period before allocates in its place."""
+        """The numbers of what the template allocates, and of what the period before allocates for them."""
         own, before = (
             numpy.concatenate([self._of(block, phase) for phase in _PHASES]) for block in (self._template, self._before)
         )
@@ -444,34 +444,34 @@ class _Expansion:
     def _moved_one(self, event: int) -> int:
         return int(self._moved(numpy.array([event]))[0])
 
-    def _relative(self, places: _Places, blocks: Numbers | int, turns: Numbers) -> Numbers:
+    def _relative(self, positions: _Positions, blocks: Numbers | int, turns: Numbers) -> Numbers:
         """Events of what a period allocated, seen from a period in its turn.
 
         Args:
-            places: of the events in the record.
+            positions: of the events in the record.
             blocks: the periods that allocated it.
             turns: of the periods that are meant: below 0 before the template, above the count behind the repeated ones.
         """
-        targets = turns + places.block - blocks
+        targets = turns + positions.block - blocks
         blocks_there = self._template + numpy.minimum(targets, 0) + numpy.maximum(targets - self._count, 0)
-        is_somewhere = places.phase >= 0
+        is_somewhere = positions.phase >= 0
         if (((blocks_there < 0) | (blocks_there >= self._segments.num_blocks)) & is_somewhere).any():
             raise ValueError("it lives too long")
-        parts = self._segments.bounds[places.phase, numpy.where(is_somewhere, blocks_there, 0)]
-        there = numpy.minimum(parts[..., 0] + places.offset, parts[..., 1])
-        return numpy.where(is_somewhere, self._at(there, targets), self._moved(places.offset))
+        parts = self._segments.bounds[positions.phase, numpy.where(is_somewhere, blocks_there, 0)]
+        there = numpy.minimum(parts[..., 0] + positions.offset, parts[..., 1])
+        return numpy.where(is_somewhere, self._at(there, targets), self._moved(positions.offset))
 
-    def _seen(self, number: Numbers, places: _Places, events: Numbers) -> tuple[Numbers, Numbers]:
+    def _seen(self, number: Numbers, positions: _Positions, events: Numbers) -> tuple[Numbers, Numbers]:
         """What happened to allocations that are not of the template: for each event, the allocation and the new event.
 
         Of something that no period allocated, an event of the template is one of each of the repeated periods.
         """
         block = self._born.block[number]
         is_own = self._born.phase[number] >= 0
-        is_each = ~is_own & (places.block == self._template)
+        is_each = ~is_own & (positions.block == self._template)
         turns = numpy.where(block > self._template, self._count, 0) + block - self._template
         moved = self._moved(events)
-        moved[is_own] = self._relative(places.of(is_own), block[is_own], turns[is_own])
+        moved[is_own] = self._relative(positions.of(is_own), block[is_own], turns[is_own])
         each = self._at(events[is_each][:, None], numpy.arange(self._count + 1))
         return (
             numpy.concatenate([number[~is_each], numpy.repeat(number[is_each], self._count + 1)]),
@@ -493,24 +493,24 @@ class _Expansion:
         # Those of the repeated periods, one row for each allocation.
         alike = self._alike
         born_again = self._at(memory.born[self._own][:, None], turns)
-        places = _Places(*(field[:, None] for field in self._died.of(alike)))
+        positions = _Positions(*(field[:, None] for field in self._died.of(alike)))
         died_again = numpy.full(born_again.shape, ALIVE)
         gone = memory.died[alike] != ALIVE
-        died_again[gone] = self._relative(_Places(*(field[gone] for field in places)), self._before, turns)
+        died_again[gone] = self._relative(_Positions(*(field[gone] for field in positions)), self._before, turns)
         events, counts = self._savers_of(alike)
-        of_savers = _Places(*(field[:, None] for field in self._savers.of(events)))
+        of_savers = _Positions(*(field[:, None] for field in self._savers.of(events)))
         savers_again = self._relative(of_savers, self._before, turns)
         rows = len(others) + numpy.arange(born_again.size).reshape(born_again.shape)
         saved_again = numpy.repeat(rows, counts, axis=0)
         # In the order of their births; ``_made`` says where each is then.
         born = numpy.concatenate([self._moved(memory.born[others]), born_again.ravel()])
         order = numpy.argsort(born, kind="stable")
-        place = numpy.empty_like(order)
-        place[order] = numpy.arange(len(order))
+        position = numpy.empty_like(order)
+        position[order] = numpy.arange(len(order))
         self._made = numpy.empty((len(memory), self._count + 1), dtype=numpy.int64)
-        self._made[others] = place[: len(others), None]
-        self._made[self._own] = place[rows]
-        all_saved = numpy.concatenate([self._made[saved, 0], place[saved_again.ravel()]])
+        self._made[others] = position[: len(others), None]
+        self._made[self._own] = position[rows]
+        all_saved = numpy.concatenate([self._made[saved, 0], position[saved_again.ravel()]])
         by_allocation = numpy.argsort(all_saved, kind="stable")
         sizes = numpy.concatenate([memory.sizes[others], numpy.repeat(memory.sizes[self._own], self._count + 1)])
         return Memory(
@@ -523,7 +523,7 @@ class _Expansion:
 
     def _ops(self) -> Ops:
         rows = self.run.ops.rows
-        is_repeated = self._segments.places(rows["event"]).block == self._template
+        is_repeated = self._segments.positions(rows["event"]).block == self._template
         once, again = rows[~is_repeated], numpy.repeat(rows[is_repeated], self._count + 1)
         once["event"] = self._moved(once["event"])
         turns = numpy.tile(numpy.arange(self._count + 1), int(is_repeated.sum()))
@@ -535,15 +535,15 @@ class _Expansion:
 
     @cached_property
     def _counterparts(self) -> Mapping[int, int]:
-        """Of what the period before allocates: what the template does in its place."""
+        """Of what the period before allocates: what the template does for it."""
         return dict(zip(self._alike.tolist(), self._own.tolist(), strict=True))
 
     def _calls(self) -> Iterator[UnitMarks]:
         template = self._first - self._period
         for number, call in enumerate(self.run.calls):
-            turn, place = divmod(number - template, self._period)
+            turn, position = divmod(number - template, self._period)
             if 0 <= turn <= self._count:
-                yield self._call(self.run.calls[template + place]._replace(name=call.name), turn, place)
+                yield self._call(self.run.calls[template + position]._replace(name=call.name), turn, position)
             else:
                 # Where it begins may be where the template ends.
                 events = numpy.array([call.begin, call.end, call.gradient or 0])
@@ -556,10 +556,10 @@ class _Expansion:
                     results=self._found(call.results, self._count),
                 )
 
-    def _call(self, call: UnitMarks, turn: int, place: int) -> UnitMarks:
+    def _call(self, call: UnitMarks, turn: int, position: int) -> UnitMarks:
         """A call of the template, in a turn."""
         forward, backward = int(self._lengths[_FORWARD]), int(self._lengths[_BACKWARD])
-        if place == self._period - 1:
+        if position == self._period - 1:
             # Its gradient is where the template's backward pass begins.
             gradient = self._moved_one(call.gradient) + (self._count - turn) * backward
         elif call.gradient is not None:
