@@ -3,7 +3,6 @@
 import gc
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import isqrt
 from typing import Any, TypeAlias
@@ -117,20 +116,12 @@ def search(estimator: LayoutEstimator, space: SearchSpace) -> SearchResult:
     Raises:
         ConfigError: no layout fits; with the one that needs least.
     """
-    with _uncollected():
-        return _search(estimator, space)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without collections of cycles: they would look at all that runs keep again and again, a tenth of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
+    # Collections of cycles need not look at modules and the model again and again.
+    gc.freeze()
     try:
-        yield
+        return _search(estimator, space)
     finally:
-        if was_enabled:
-            gc.enable()
+        gc.unfreeze()
 
 
 def _search(estimator: LayoutEstimator, space: SearchSpace) -> SearchResult:
