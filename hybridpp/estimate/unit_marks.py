@@ -1,6 +1,7 @@
 """When the units of a model run: in the forward, and in the backward pass."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -72,19 +73,35 @@ class _Size(NamedTuple):
 
 
 class _Output(NamedTuple):
-    """What a unit returned."""
+    """What a unit returned: of a tensor its size, and ``ids`` of those."""
 
     spec: Any
     leaves: tuple[Any, ...]
+    ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, leaves: Sequence[Any], spec: Any) -> "_Output":
+        sizes = tuple(_Size.of(leaf) if _is_shown(leaf) else leaf for leaf in leaves)
+        return cls(spec, sizes, tuple(map(id, leaves)))
 
 
-def _passed_on(output: _Output | None, leaves: Sequence[Any]) -> Any:
-    """The first argument of a unit that has a gradient, as the output of the unit before; None: it is not like that."""
-    hidden = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad), None)
-    sizes = [] if output is None else [leaf for leaf in output.leaves if isinstance(leaf, _Size | Tensor)]
-    if output is None or hidden is None or sizes != [_Size.of(hidden)]:
+def _passed_on(output: _Output | None, given: Sequence[Any]) -> Any:
+    """What a unit is given of what the one before returned, as that returned it; None: it is not all of it.
+
+    If that is one tensor, it may have been changed on the way: it is the first that has a gradient.
+    """
+    if output is None or not all(isinstance(leaf, _Size) or not isinstance(leaf, Tensor) for leaf in output.leaves):
         return None
-    return pytree.tree_unflatten([hidden if isinstance(leaf, _Size) else leaf for leaf in output.leaves], output.spec)
+    hidden = [leaf for leaf in given if isinstance(leaf, Tensor) and leaf.requires_grad]
+    numbers = [number for number, leaf in enumerate(output.leaves) if isinstance(leaf, _Size)]
+    known = {id(leaf): leaf for leaf in hidden}
+    found = hidden[:1] if len(numbers) == 1 else [known.get(output.ids[number]) for number in numbers]
+    leaves = list(output.leaves)
+    for number, leaf in zip(numbers, found, strict=False):
+        if leaf is None or _Size.of(leaf) != leaves[number]:
+            return None
+        leaves[number] = leaf
+    return pytree.tree_unflatten(leaves, output.spec) if len(found) == len(numbers) > 0 else None
 
 
 def _signature(leaves: Sequence[Any], has_sizes_of_integers: bool) -> tuple[Any, ...]:
@@ -128,6 +145,8 @@ class UnitRecorder:
         self._left_out = left_out or {}
         self._given: list[tuple[Any, ...]] = []
         self._output: _Output | None = None
+        # By call: the number of the result of which its gradient is.
+        self._noted: dict[int, int] = {}
         self.calls: list[UnitMarks] = []
         self.is_recording = False
         self._now, self._look = now, look
@@ -146,6 +165,7 @@ class UnitRecorder:
         """Forget all calls, and what they returned."""
         self.calls.clear()
         self._given.clear()
+        self._noted.clear()
         self._output = None
 
     def _run(self, name: str, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
@@ -171,15 +191,15 @@ class UnitRecorder:
             self._depth -= 1
         leaves, spec = pytree.tree_flatten(output)
         if self._left_out:
-            self._output = _Output(spec, tuple(_Size.of(leaf) if _is_shown(leaf) else leaf for leaf in leaves))
+            self._output = _Output.of(leaves, spec)
         results = tuple(self._look(_held(leaf)) if _is_shown(leaf) else None for leaf in leaves)
         self.calls[index] = self.calls[index]._replace(end=self._now(), results=results)
-        leaf = next((_held(one) for one in leaves if _is_shown(one) and one.requires_grad), None)
-        if leaf is not None:
-            leaf.register_hook(lambda gradient: self._note_gradient(index))
+        for number, leaf in enumerate(one for one in leaves if _is_shown(one) and one.requires_grad):
+            _held(leaf).register_hook(partial(self._note_gradient, index, number))
         return output
 
-    def _note_gradient(self, index: int) -> None:
-        # Once: a tensor that is returned by two units has two hooks.
-        if index < len(self.calls) and self.calls[index].gradient is None:
+    def _note_gradient(self, index: int, number: int, _: Tensor) -> None:
+        # That of the first of its results that has any. A tensor that is returned by two units has two hooks.
+        if index < len(self.calls) and number < self._noted.get(index, number + 1):
+            self._noted[index] = number
             self.calls[index] = self.calls[index]._replace(gradient=self._now())
