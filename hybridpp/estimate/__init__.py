@@ -25,7 +25,7 @@ from hybridpp.estimate.repeated_blocks import (
     with_repeated_blocks,
 )
 from hybridpp.estimate.roofline import roofline, with_sums
-from hybridpp.estimate.scaled_run import BASES, scaled_memories, scaled_run, scaled_times
+from hybridpp.estimate.scaled_run import BASES, ScaledRuns, scaled_memories, scaled_times
 from hybridpp.estimate.search import SearchResult, SearchSpace, search
 from hybridpp.estimate.stage_memory import Held, StageMemory, stage_memory
 from hybridpp.estimate.step_time import (
@@ -69,6 +69,7 @@ __all__ = [
     "RankEstimate",
     "RankState",
     "Repeated",
+    "ScaledRuns",
     "ScheduleCosts",
     "SearchResult",
     "SearchSpace",
@@ -93,7 +94,6 @@ __all__ = [
     "repeated_inside",
     "roofline",
     "scaled_memories",
-    "scaled_run",
     "scaled_times",
     "search",
     "stage_costs",

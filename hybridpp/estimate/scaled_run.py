@@ -25,27 +25,32 @@ _GROWING = ("flops", "num_bytes", "joined_bytes")
 _LOOKED_AT = 8
 
 
-def scaled_run(few: ModelRun, more: ModelRun, size: int) -> ModelRun | None:
-    """The run of micro-batches of ``size`` samples; None: the two runs are not alike.
+class ScaledRuns:
+    """Runs of micro-batches of any size, from two of few samples, which are compared once.
 
     Args:
         few, more: of one sample and of two.
-        size: samples.
     """
-    common = _common(few, more)
-    if common is None:
-        return None
 
-    def grown(low: Numbers, high: Numbers, is_common: NDArray[numpy.bool_]) -> Numbers:
-        found = high * size // BASES[1]
-        found[is_common] = low + (size - BASES[0]) * (high[is_common] - low)
-        return found
+    def __init__(self, few: ModelRun, more: ModelRun):
+        self._few, self._more, self._common = few, more, _common(few, more)
 
-    rows = more.ops.rows.copy()
-    for name in _GROWING:
-        rows[name] = grown(few.ops.rows[name], more.ops.rows[name], common.ops)
-    sizes = grown(few.sizes, more.sizes, common.allocations)
-    return replace(more, memory=replace(more.memory, sizes=sizes), ops=replace(more.ops, rows=rows))
+    def run(self, size: int) -> ModelRun | None:
+        """The run of micro-batches of ``size`` samples; None: the two runs are not alike."""
+        few, more, common = self._few, self._more, self._common
+        if common is None:
+            return None
+
+        def grown(low: Numbers, high: Numbers, is_common: NDArray[numpy.bool_]) -> Numbers:
+            found = high * size // BASES[1]
+            found[is_common] = low + (size - BASES[0]) * (high[is_common] - low)
+            return found
+
+        rows = more.ops.rows.copy()
+        for name in _GROWING:
+            rows[name] = grown(few.ops.rows[name], more.ops.rows[name], common.ops)
+        sizes = grown(few.sizes, more.sizes, common.allocations)
+        return replace(more, memory=replace(more.memory, sizes=sizes), ops=replace(more.ops, rows=rows))
 
 
 class _Common(NamedTuple):

@@ -22,6 +22,7 @@ from hybridpp.estimate import (
     ProgramPeak,
     RankEstimate,
     RankState,
+    ScaledRuns,
     StageMemory,
     StageWork,
     StepPeak,
@@ -30,7 +31,6 @@ from hybridpp.estimate import (
     rank_ends,
     roofline,
     scaled_memories,
-    scaled_run,
     scaled_times,
     stage_costs,
     stage_memory,
@@ -107,6 +107,7 @@ class QuickEstimator:
         self._position_sums = cache(self._make_position_sums)
         self._updates = cache(self._make_updates)
         self._run = cache(self._make_run)
+        self._scaled = cache(self._make_scaled)
         self._times = cache(self._make_times)
         self._simple_times = cache(self._make_simple_times)
         self._memories = cache(self._make_memories)
@@ -261,10 +262,13 @@ class QuickEstimator:
         if kind.microbatch_size <= max(BASES):
             return self._made_run(kind)
         few, more = map(self._made_run, _bases(kind))
-        found = scaled_run(few, more, kind.microbatch_size)
+        found = self._scaled(replace(kind, microbatch_size=1)).run(kind.microbatch_size)
         if found is None and [call.name for call in few.calls] != [call.name for call in more.calls]:
             return self._made_run(kind)
         return found
+
+    def _make_scaled(self, kind: RunKind) -> ScaledRuns:
+        return ScaledRuns(*map(self._made_run, _bases(kind)))
 
     def _made_run(self, kind: RunKind) -> ModelRun:
         units = self._runs.traced(kind.tp_size, kind.shards_sequences, 1, self._traced_for).found.units

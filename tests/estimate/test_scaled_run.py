@@ -8,9 +8,9 @@ from hybridpp.config import Precision
 from hybridpp.estimate import (
     BASES,
     DEVICES,
+    ScaledRuns,
     roofline,
     scaled_memories,
-    scaled_run,
     scaled_times,
     stage_memory,
 )
@@ -47,7 +47,7 @@ def test_a_run_of_many_samples_follows_from_those_of_one_and_two():
     """One sample has no copy of its labels, of which all but the first are contiguous as they are."""
     few, more, made = three_runs(llama, (*BASES, 10), "cuda")
     assert len(more.memory) == len(few.memory) + 1
-    found = scaled_run(few, more, 10)
+    found = ScaledRuns(few, more).run(10)
     assert found is not None
     ((own, expected),) = [pair for pair in zip(found.sizes, made.sizes, strict=True) if pair[0] != pair[1]]
     # Only two samples say how the copy grows, and the last one has no label behind it.
@@ -66,7 +66,7 @@ def test_runs_of_different_models_are_not_continued():
         model.config.n_layer = len(model.transformer.h)
         runs = EstimateRuns(model, precision=Precision.FP32, batches=BatchSource(sequence_length=32))
         made.append(runs.run(RunKind(microbatch_size=size), runs.traced(1, False, 1, 2).found.units))
-    assert scaled_run(*made, 8) is None
+    assert ScaledRuns(*made).run(8) is None
 
 
 class Images(torch.nn.Module):
@@ -87,7 +87,7 @@ def test_times_and_memory_are_continued_where_runs_are_not_alike():
     runs = EstimateRuns(model, precision=Precision.FP32, batches=batches)
     found = runs.traced(1, False, 1, 1).found
     few, more, made = (runs.run(RunKind(microbatch_size=size), found.units) for size in (*BASES, 16))
-    assert scaled_run(few, more, 16) is None
+    assert ScaledRuns(few, more).run(16) is None
     cpu = DEVICES["cpu"]
     times = scaled_times(roofline(few, cpu), roofline(more, cpu), 16)
     assert times.end == pytest.approx(roofline(made, cpu).end, rel=0.02)

@@ -6,6 +6,7 @@ from hybridpp_plugins.cut_model import cut_model
 from hybridpp_plugins.estimate_batch import BatchSource
 from hybridpp_plugins.estimate_runs import EstimateRuns, RunKind
 from hybridpp_plugins.layout_estimator import settings_parser
+from torch import nn
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
@@ -24,9 +25,9 @@ from hybridpp.estimate import (
     DEVICES,
     NotPeriodicError,
     Ops,
+    ScaledRuns,
     repeated_blocks,
     roofline,
-    scaled_run,
     stage_memory,
     with_repeated_blocks,
 )
@@ -143,7 +144,7 @@ def test_runs_are_scaled_from_the_first_ones_of_a_rank():
     units = runs.traced(2, False, 1, 2).found.units
     runs.run(RunKind(1, False, 2), units, False)  # finds which batch the model takes
     few, more = (runs.run(RunKind(2, False, size), units, False) for size in BASES)
-    assert scaled_run(few, more, 16) is not None
+    assert ScaledRuns(few, more).run(16) is not None
 
 
 def gemma3():
@@ -170,3 +171,48 @@ def test_equal_blocks_inside_of_a_tower_are_left_out():
         assert memories[0] == memories[1]
         ends = [roofline(run, DEVICES["h100"]).end for run in (complete, short)]
         assert ends[1] == pytest.approx(ends[0], rel=0.002)
+
+
+class TwoStreams(nn.Module):
+    """A block that returns what it was given of text and of image, changed."""
+
+    def __init__(self):
+        super().__init__()
+        self.text, self.image = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, text, image):
+        return text + self.image(image).tanh(), image + self.text(text).tanh()
+
+
+class TwoStreamModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.blocks, self.head = (
+            nn.Linear(8, 32),
+            nn.ModuleList(TwoStreams() for _ in range(9)),
+            nn.Linear(32, 8),
+        )
+
+    def forward(self, x):
+        text, image = self.embed(x), self.embed(x.flip(1))
+        for block in self.blocks:
+            text, image = block(text, image)
+        return self.head(image)
+
+
+def test_blocks_of_two_streams_are_left_out():
+    with torch.device("meta"):
+        model = TwoStreamModel()
+    batches = BatchSource(sample=torch.randn(2, 16, 8), criterion=lambda outputs, inputs: outputs.square().sum())
+    runs = EstimateRuns(model, precision=Precision.FP32, batches=batches)
+    found = runs.traced(1, False, 1, 2).found
+    kind = RunKind(1, False, 2)
+    complete, short = runs.run(kind, found.units, True), runs.run(kind, found.units, False)
+    ((row,), dropped) = runs._repeated(found.units, frozenset()), runs._never_left_out
+    assert len(row.names) == 3
+    assert not dropped
+    # Of the last block the text is not used: its gradient is that of the image.
+    assert all(call.gradient is not None for call in short.calls if call.name in found.blocks)
+    memories = [stage_memory(run, StagePlan(), len(run.calls) - 2) for run in (complete, short)]
+    assert memories[0] == memories[1]
+    assert short.sizes.tolist() == complete.sizes.tolist()
