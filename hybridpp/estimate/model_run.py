@@ -40,10 +40,10 @@ class Memory:
         """The table of these allocations."""
         counts = [len(one.savers) for one in allocations]
         return cls(
-            numbers([one.size for one in allocations]),
-            numbers([one.born for one in allocations]),
-            numbers([ALIVE if one.died is None else one.died for one in allocations]),
-            numbers([event for one in allocations for event in one.savers]),
+            _numbers([one.size for one in allocations]),
+            _numbers([one.born for one in allocations]),
+            _numbers([ALIVE if one.died is None else one.died for one in allocations]),
+            _numbers([event for one in allocations for event in one.savers]),
             numpy.repeat(numpy.arange(len(allocations)), counts),
         )
 
@@ -134,8 +134,8 @@ class ModelRun:
         return int(own if own is not None else max(later, default=self.loss))
 
 
-def numbers(values: Sequence[int]) -> Numbers:
-    """An array of them, also of none."""
+def _numbers(values: Sequence[int]) -> Numbers:
+    """As an array, also of none."""
     return numpy.array(values, dtype=numpy.int64)
 
 

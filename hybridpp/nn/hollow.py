@@ -77,7 +77,8 @@ class Hollow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
     tensor is zero.
 
     Args:
-        withholds: whether large results of operators on tensors with values are hollow, too.
+        withholds: whether large results of operators on tensors with values are hollow, too. What is read of a view of
+            such a result without an operator (``tolist``, ``numpy``) is zero.
 
     Raises:
         NeedsValuesError: something small is made of such results alone: run it again without ``withholds``.
