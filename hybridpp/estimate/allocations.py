@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
 
-from hybridpp.nn.torch_private import FakeTensor, TorchDispatchMode, place_of, storage_id
+from hybridpp.nn.torch_private import DisableTorchFunction, FakeTensor, TorchDispatchMode, place_of, storage_id
 
 
 class Allocation:
@@ -50,7 +50,12 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        # What casts functions, as modes do, has nothing to do with what is asked of tensors here.
+        with DisableTorchFunction():
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
         if not getattr(func, "is_view", False):
             self._note(result, args, kwargs)
         return result

@@ -173,15 +173,13 @@ class OpLog(AllocationLog):  # type: ignore[no-untyped-call]  # torch's __init_s
         self._joined: _Joined | None = None
         self._num_messages = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if getattr(func, "is_view", False):
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         before, event = self._counter.get_total_flops(), self.event
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        result = super()._run(func, args, kwargs)
         if func not in UNDECLARED_VIEWS:
-            given, returned = tensors_in((args, kwargs or {})), tensors_in(result)
+            given, returned = tensors_in((args, kwargs)), tensors_in(result)
             if (given or returned) and _name(func) not in _EMPTY:
                 self._add(func, given, returned, self._counter.get_total_flops() - before, event)
         return result

@@ -25,6 +25,7 @@ from torch import Tensor
 from hybridpp.nn.torch_private import (
     READ_SCALAR,
     UNDECLARED_VIEWS,
+    DisableTorchFunction,
     OpOverload,
     TorchDispatchMode,
     grouped_product_without_values,
@@ -109,7 +110,11 @@ class Hollow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        # What casts functions, as modes do, has nothing to do with what is asked of tensors here.
+        with DisableTorchFunction():
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _EMPTY or func in _ZEROS:
             return self._empty(func, args, kwargs)
         if func.is_view or func in UNDECLARED_VIEWS or not isinstance(func, OpOverload):

@@ -25,6 +25,7 @@ import torch.nn.modules.module as module_globals
 from torch import Tensor, nn
 from torch import _has_compatible_shallow_copy_type as has_compatible_memory
 from torch._C import (
+    DisableTorchFunction,
     DisableTorchFunctionSubclass,
     DispatchKey,
     TensorBase,
@@ -78,6 +79,7 @@ __all__ = [
     "BatchNorm",
     "ConvNd",
     "DataDependentOutputException",
+    "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
     "DynamicOutputShapeException",
     "FakeMode",

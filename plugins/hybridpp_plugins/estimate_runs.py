@@ -110,6 +110,7 @@ class RunKind:
         microbatch_size: samples.
         recomputed: names of blocks that are recomputed.
         splits: whether weight gradients are computed apart.
+        recomputable: names of blocks that other runs recompute: one rank serves them all.
     """
 
     tp_size: int = 1
@@ -117,6 +118,13 @@ class RunKind:
     microbatch_size: int = 1
     recomputed: frozenset[str] = frozenset()
     splits: bool = False
+    recomputable: frozenset[str] = frozenset()
+
+    @property
+    def of_rank(self) -> "RunKind":
+        """What must be the same of runs on one rank: to set one up takes longer than to run it."""
+        recomputable = self.recomputable | self.recomputed
+        return RunKind(self.tp_size, self.shards_sequences, recomputable=recomputable)
 
 
 class EstimateRuns:
@@ -240,14 +248,13 @@ class EstimateRuns:
     def _record(
         self, kind: RunKind, units: tuple[str, ...], settled: bool, left_out: tuple[Repeated, ...] = ()
     ) -> ModelRun:
-        # To set up a rank takes longer than to run it: micro-batches of all sizes, split or not, run on one.
-        ready = self._ready(replace(kind, microbatch_size=1, splits=False), units, left_out)
+        ready = self._ready(kind.of_rank, units, left_out)
         rank, recorder = ready.rank, ready.recorder
         counter = FlopCounter()
         losses: list[int] = []
         attention = nullcontext() if self._device == "cpu" else CudaAttention()
         with ready.hollow, preserved_random_state(_CPU), attention:
-            rank.splits = kind.splits
+            rank.splits, rank.recomputes = kind.splits, bool(kind.recomputed)
             # What is recorded is not the first micro-batch of a step: it adds to gradients that are there.
             if self._candidate is None:
                 batch = self._on_a_batch(ready.model, kind.microbatch_size, rank.tried)
@@ -263,6 +270,8 @@ class EstimateRuns:
                 losses.append(log.event)
                 return loss
 
+            # Of runs before, which may have split their passes, only the sums are left.
+            rank.buckets.begin()
             with counter, OpLog(counter) as log, ready.recorded(log), log.noting_saved():
                 rank.run(batch.inputs, criterion)
         numbers = {id(one): number for number, one in enumerate(log.allocations)}
@@ -284,7 +293,7 @@ class EstimateRuns:
     def _make_ready(self, kind: RunKind, units: tuple[str, ...], left_out: tuple[Repeated, ...]) -> "_ReadyRank":
         adapter, applied_tp = self._sharded(kind.tp_size, kind.shards_sequences, lambda message: ready.note(message))
         adapter.model.train()
-        settings = SoloSettings(precision=self._precision, device=self._device, recomputed=kind.recomputed)
+        settings = SoloSettings(precision=self._precision, device=self._device, recomputed=kind.recomputable)
         ready = _ReadyRank(adapter, units, left_out, self._withholds)
         with ready.hollow, preserved_random_state(_CPU), ready.hollow.without_masks():
             ready.start(SoloRank(adapter, applied_tp, settings, SoloGroup(1)))

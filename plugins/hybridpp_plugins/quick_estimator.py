@@ -109,7 +109,6 @@ class QuickEstimator:
         self._run = cache(self._make_run)
         self._scaled = cache(self._make_scaled)
         self._times = cache(self._make_times)
-        self._simple_times = cache(self._make_simple_times)
         self._memories = cache(self._make_memories)
         self._works = cache(self._make_works)
         self._program_peaks = cache(self._make_program_peaks)
@@ -121,7 +120,7 @@ class QuickEstimator:
         Blocks run again up to the last tensor that the backward pass needs, so half of their forward is counted.
         """
         key = _key(sizes, settings)
-        times = self._simple_times(key.tp_size, key.microbatch_size)
+        times = self._simple_times(replace(key, recomputes=False))
         blocks = set(self._cut(key.tp_size, 1).blocks[0]) if key.recomputes else set()
         placement = self._planner(key.schedule, key.pp_size).placement
         busy = [0.0] * key.pp_size
@@ -253,9 +252,10 @@ class QuickEstimator:
 
     def _kind(self, key: _Key, splits: bool) -> RunKind:
         parsed = self._parallel(key.tp_size)
-        blocks = self._cut(key.tp_size, 1).blocks[0] if key.recomputes else ()
+        blocks = frozenset(self._cut(key.tp_size, 1).blocks[0])
         shards = parsed.parallel.enable_sequence_parallelism
-        return RunKind(key.tp_size, shards, key.microbatch_size, frozenset(blocks), splits)
+        recomputed = blocks if key.recomputes else frozenset()
+        return RunKind(key.tp_size, shards, key.microbatch_size, recomputed, splits, blocks)
 
     def _make_run(self, kind: RunKind) -> ModelRun | None:
         """The run; None: it is larger than those that are made, and does not follow from them."""
@@ -288,12 +288,11 @@ class QuickEstimator:
             return scaled_times(few, more, kind.microbatch_size)
         return roofline(run, device, kind.tp_size)
 
-    def _make_simple_times(self, tp_size: int, microbatch_size: int) -> UnitTimes:
-        """Times without recomputation."""
-        kind = RunKind(tp_size, self._parallel(tp_size).parallel.enable_sequence_parallelism, microbatch_size)
-        if (measured := self._measured(kind)) is not None:
-            return measured
-        return self._times(kind)
+    def _simple_times(self, key: _Key) -> UnitTimes:
+        """Times of passes that are not split, without sums where they were measured."""
+        kind = self._kind(key, False)
+        measured = self._measured(kind)
+        return self._times(kind) if measured is None else measured
 
     def _make_memories(self, kind: RunKind, num_stages: int) -> tuple[StageMemory, ...]:
         cut, run = self._cut(kind.tp_size, num_stages), self._run(kind)

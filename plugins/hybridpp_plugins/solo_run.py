@@ -64,6 +64,7 @@ class SoloRank:
 
     Attributes:
         splits: whether weight gradients are computed apart in the next run.
+        recomputes: whether blocks that are recomputed are in the next run; else they keep all that they need.
         pass_ended: called after B, and after I and W.
         after_backward: called then, when small gradients have been added.
     """
@@ -96,7 +97,7 @@ class SoloRank:
         self.executor = Executor(
             self.staged, Transport(alone, where), where, applied_tp.weight_gradients, applied_tp.in_a_step
         )
-        self.splits = settings.splits
+        self.splits, self.recomputes = settings.splits, True
         self.pass_ended: Callable[[], None] = lambda: None
         self.after_backward: Callable[[], None] = lambda: None
 
@@ -115,6 +116,7 @@ class SoloRank:
             criterion=criterion,
             training=True,
             keep_outputs=False,
+            max_stored_microbatches=0 if self.recomputes else 1,
             begin_last_backward=self.buckets.begin_last_backward,
             end_backward=self._end_backward,
             reduce_gradients=self.buckets.launch_remaining,

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -36,13 +37,13 @@ from hybridpp.partition import StagePlan
 SIZES = {"vocab_size": 50, "use_cache": False}
 
 
-def llama(num_blocks=9):
+def llama(num_blocks=9, intermediate_size=32):
     config = LlamaConfig(
         hidden_size=16,
         num_hidden_layers=num_blocks,
         num_attention_heads=2,
         num_key_value_heads=2,
-        intermediate_size=32,
+        intermediate_size=intermediate_size,
         **SIZES,
     )
     return LlamaForCausalLM(config)
@@ -104,6 +105,26 @@ def test_a_run_that_leaves_out_equal_blocks_gives_the_same_estimate(make, tp_siz
                     whole, part = (getattr(one, name)(first, last) for one in times)
                     # Gradients of small weights are added in one operator, which is for those of the blocks that ran.
                     assert part == pytest.approx(whole, rel=0.002)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_run_is_the_same_whatever_ran_on_its_rank_before(tp_size):
+    """One rank serves runs that recompute, split their passes, or do neither; some weights are large."""
+    model, runs = runs_of(partial(llama, intermediate_size=8192))
+    found = runs.traced(tp_size, False, 1, 2).found
+    blocks = frozenset(found.blocks)
+    ways = [(recomputed, splits) for recomputed in (frozenset(), blocks) for splits in (False, True)]
+    alone = {}
+    for way in ways:
+        fresh = EstimateRuns(model, precision=Precision.BF16, batches=BatchSource(sequence_length=8), device="cuda")
+        alone[way] = fresh.run(RunKind(tp_size, False, 1, *way), found.units, False)
+    for way in (*reversed(ways), *ways):
+        runs.run.cache_clear()
+        run, expected = runs.run(RunKind(tp_size, False, 1, *way, blocks), found.units, False), alone[way]
+        assert list(run.ops) == list(expected.ops)
+        for name in ("sizes", "born", "died", "savers", "saved"):
+            assert (getattr(run.memory, name) == getattr(expected.memory, name)).all()
+    assert runs._ready.cache_info().currsize == 1
 
 
 def test_units_on_sequence_shards_are_marked_in_both_passes():
