@@ -8,7 +8,14 @@ from typing import Any
 from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
 
-from hybridpp.nn.torch_private import DisableTorchFunction, FakeTensor, TorchDispatchMode, place_of, storage_id
+from hybridpp.nn.torch_private import (
+    DisableTorchFunction,
+    FakeTensor,
+    TorchDispatchMode,
+    moves_nothing,
+    place_of,
+    storage_id,
+)
 
 
 class Allocation:
@@ -56,7 +63,7 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
-        if not getattr(func, "is_view", False):
+        if not moves_nothing(func):
             self._note(result, args, kwargs)
         return result
 

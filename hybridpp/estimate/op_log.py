@@ -15,8 +15,8 @@ from hybridpp.nn.torch_private import (
     ATTENTION_BACKWARD_OPS,
     ATTENTION_OPS,
     GROUPED_MM,
-    UNDECLARED_VIEWS,
     OpOverload,
+    moves_nothing,
     storage_id,
 )
 from hybridpp.partition import FlopCounter
@@ -174,14 +174,13 @@ class OpLog(AllocationLog):  # type: ignore[no-untyped-call]  # torch's __init_s
         self._num_messages = 0
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if getattr(func, "is_view", False):
+        if moves_nothing(func):
             return func(*args, **kwargs)
         before, event = self._counter.get_total_flops(), self.event
         result = super()._run(func, args, kwargs)
-        if func not in UNDECLARED_VIEWS:
-            given, returned = tensors_in((args, kwargs)), tensors_in(result)
-            if (given or returned) and _name(func) not in _EMPTY:
-                self._add(func, given, returned, self._counter.get_total_flops() - before, event)
+        given, returned = tensors_in((args, kwargs)), tensors_in(result)
+        if (given or returned) and _name(func) not in _EMPTY:
+            self._add(func, given, returned, self._counter.get_total_flops() - before, event)
         return result
 
     def _add(self, func: Any, given: list[Tensor], returned: list[Tensor], flops: int, event: int) -> None:

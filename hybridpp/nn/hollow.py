@@ -24,11 +24,11 @@ from torch import Tensor
 
 from hybridpp.nn.torch_private import (
     READ_SCALAR,
-    UNDECLARED_VIEWS,
     DisableTorchFunction,
     OpOverload,
     TorchDispatchMode,
     grouped_product_without_values,
+    moves_nothing,
     place_of,
     schema_of,
     storage_id,
@@ -117,7 +117,7 @@ class Hollow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _EMPTY or func in _ZEROS:
             return self._empty(func, args, kwargs)
-        if func.is_view or func in UNDECLARED_VIEWS or not isinstance(func, OpOverload):
+        if moves_nothing(func) or not isinstance(func, OpOverload):
             return func(*args, **kwargs)
         found = self._found((args, kwargs)) if self._hollow else _VALUES
         if found == _VALUES:

@@ -13,7 +13,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, MutableMapping
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from multiprocessing.process import BaseProcess
 from operator import attrgetter, methodcaller
 from types import MappingProxyType
@@ -74,7 +74,6 @@ __all__ = [
     "PARAMETERS",
     "READ_SCALAR",
     "TENSOR_METHODS",
-    "UNDECLARED_VIEWS",
     "VERSION",
     "BatchNorm",
     "ConvNd",
@@ -137,6 +136,7 @@ __all__ = [
     "is_in_running_backward",
     "is_view",
     "make_wrapper_subclass",
+    "moves_nothing",
     "nccl_options",
     "num_workers_of",
     "parameters_of",
@@ -261,7 +261,7 @@ flash_attention: Callable[..., tuple[Any, ...]] = torch.ops.aten._scaled_dot_pro
 efficient_attention: Callable[..., tuple[Any, ...]] = torch.ops.aten._scaled_dot_product_efficient_attention.default
 GROUPED_MM = torch.ops.aten._grouped_mm
 # Operators whose results share memory with their argument, which their schema does not say.
-UNDECLARED_VIEWS = frozenset(
+_UNDECLARED_VIEWS = frozenset(
     {
         torch.ops.aten._unsafe_view.default,
         torch.ops.aten._reshape_alias.default,
@@ -271,6 +271,14 @@ UNDECLARED_VIEWS = frozenset(
 )
 READ_SCALAR = torch.ops.aten._local_scalar_dense.default
 schema_of: Callable[[OpOverload], Any] = attrgetter("_schema")
+
+
+@cache
+def moves_nothing(operator: Any) -> bool:
+    """Whether an operator reads and writes no values: it only says which part of a memory a tensor shows, and how."""
+    return isinstance(operator, OpOverload) and (
+        operator.is_view or operator in _UNDECLARED_VIEWS or torch.Tag.inplace_view in operator.tags
+    )
 
 
 def is_composite(operator: OpOverload) -> bool:

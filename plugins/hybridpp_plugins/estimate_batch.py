@@ -13,6 +13,10 @@ from hybridpp.nn.torch_private import pytree
 from hybridpp.partition import has_samples, make_samples
 from hybridpp.pipeline import resize_batch, to_plain_containers
 
+PASS_A_BATCH = (
+    "Pass EstimateInput(sample=batch), or --model module:function with a function that returns the model and a batch."
+)
+
 
 class EstimateBatch(NamedTuple):
     """A micro-batch, and what is made of the model's outputs."""
@@ -52,7 +56,7 @@ class BatchSource:
         if not has_samples(model):
             raise ConfigError(
                 f"an estimate of {type(model).__name__} needs a batch: it is no model of transformers or diffusers, "
-                "from whose configuration one is made. Pass sample=batch."
+                f"from whose configuration one is made. {PASS_A_BATCH}"
             )
         made = list(reversed(make_samples(model, size, self.sequence_length, torch.float32, self.images)))
         for inputs in made:

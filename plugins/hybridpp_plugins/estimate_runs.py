@@ -57,7 +57,7 @@ from hybridpp.precision import (
     wrap_dtype_boundaries,
 )
 from hybridpp_plugins.apply_tp import AppliedTensorParallel, Sharding, apply_sharding, placements
-from hybridpp_plugins.estimate_batch import BatchSource, EstimateBatch
+from hybridpp_plugins.estimate_batch import PASS_A_BATCH, BatchSource, EstimateBatch
 from hybridpp_plugins.estimate_sharding import ShardingSearch
 from hybridpp_plugins.find_tp_plan import default_formats
 from hybridpp_plugins.solo_group import Note, SoloGroup, SoloMessage
@@ -394,7 +394,7 @@ class EstimateRuns:
             raise first
         raise ConfigError(
             f"{type(model).__name__} does not run on the micro-batches that were made from its configuration: "
-            f"{named(first)}. Pass sample=batch."
+            f"{named(first)}. {PASS_A_BATCH}"
         ) from first
 
 

@@ -186,3 +186,27 @@ def test_small_values_are_never_withheld():
         mask = causal(64)
         assert not hollow.is_hollow(mask)
         assert mask.sum() == 64 * 65 // 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.unsqueeze_(1),
+        lambda x: x[None].squeeze_(0),
+        lambda x: x.t_(),
+        lambda x: x.transpose_(0, 1),
+        lambda x: x.swapaxes_(0, 1),
+        lambda x: x.as_strided_((10, 10), (1, 10)),
+        lambda x: x.resize_(10, 10),
+        lambda x: x.set_(torch.empty(100, 50)),
+    ],
+)
+def test_a_hollow_tensor_that_is_shown_otherwise_in_place_has_the_new_shape(change):
+    expected = change(torch.zeros(100, 100))
+    with Hollow() as hollow, AllocationLog() as log:
+        tensor = torch.empty(100, 100)
+        given = tensor
+        found = change(given)
+        assert hollow.is_hollow(found)
+    assert (found.shape, found.stride()) == (expected.shape, expected.stride())
+    assert all(one.size in (40_000, 20_000) for one in log.allocations)
