@@ -23,6 +23,8 @@ BASES = (1, 2)
 _GROWING = ("flops", "num_bytes", "joined_bytes")
 # How many operators up to the first difference may be the one that only the larger run has.
 _LOOKED_AT = 8
+# So many operators in a row that only the larger run has.
+_MOST_COPIES = 3
 
 
 class ScaledRuns:
@@ -43,7 +45,11 @@ class ScaledRuns:
 
         def grown(low: Numbers, high: Numbers, is_common: NDArray[numpy.bool_]) -> Numbers:
             found = high * size // BASES[1]
-            found[is_common] = low + (size - BASES[0]) * (high[is_common] - low)
+            # What is more than twice as large was expanded, and is a copy now.
+            grows = is_common.copy()
+            grows[is_common] = high[is_common] <= BASES[1] * low
+            on_line = low[grows[is_common]]
+            found[grows] = on_line + (size - BASES[0]) * (high[grows] - on_line)
             return found
 
         rows = more.ops.rows.copy()
@@ -64,11 +70,15 @@ def _common(few: ModelRun, more: ModelRun) -> _Common | None:
     """What two runs have in common: all of the smaller one; None: that has something else."""
     if [call.name for call in few.calls] != [call.name for call in more.calls]:
         return None
-    kept = _without_copies(_steps(few, few.ops.kinds), _steps(more, few.ops.kinds))
+    steps, larger = _steps(few, few.ops.kinds), _steps(more, few.ops.kinds)
+    kept = _without_copies(steps, larger)
     if kept is None:
         return None
     is_common = numpy.zeros(len(more.ops), dtype=bool)
     is_common[kept] = True
+    is_no_copy = (more.ops.rows["flops"] > 0) | more.ops.are_messages
+    if (is_no_copy & ~is_common).any() or _has_loop(steps, larger, is_common):
+        return None
     # Each operator has made what was allocated since the one before.
     maker = numpy.searchsorted(more.ops.rows["event"], more.born, side="left")
     allocations = numpy.append(is_common, True)[maker]
@@ -78,34 +88,59 @@ def _common(few: ModelRun, more: ModelRun) -> _Common | None:
     return _Common(allocations, is_common)
 
 
+def _has_loop(few: Numbers, more: Numbers, is_common: NDArray[numpy.bool_]) -> bool:
+    """Whether what only the larger run does is for one sample more: the same as shortly before, which does not grow."""
+    grows = numpy.ones(len(more), dtype=bool)
+    grows[is_common] = (few != more[is_common]).any(axis=1)
+    return any(
+        ((more[begin:number] == more[number]).all(axis=1) & ~grows[begin:number]).any()
+        for number in numpy.flatnonzero(~is_common).tolist()
+        for begin in [max(0, number - _LOOKED_AT)]
+    )
+
+
 def _steps(run: ModelRun, kinds: Sequence[OpKind]) -> Numbers:
-    """For each operator, the number of its kind, and how much was allocated since the one before."""
+    """For each operator, the number of its kind, how much was allocated since the one before, and its bytes."""
     numbers = numpy.array([kinds.index(one) if one in kinds else -1 for one in run.ops.kinds], dtype=numpy.int64)
-    made = numpy.searchsorted(run.born, run.ops.rows["event"], side="right")
-    return numpy.stack([numbers[run.ops.rows["kind"]], numpy.diff(made, prepend=0)], axis=-1)
+    rows = run.ops.rows
+    made = numpy.searchsorted(run.born, rows["event"], side="right")
+    return numpy.stack([numbers[rows["kind"]], numpy.diff(made, prepend=0), rows["num_bytes"]], axis=-1)
 
 
 def _without_copies(few: Numbers, more: Numbers) -> Numbers | None:
     """The numbers of the larger run's operators without those that only it has; None: the others differ, too."""
     kept = numpy.arange(len(more))
     while (first := _first_difference(few, more[kept])) is not None:
-        # Without an operator at the difference, or shortly before, the next difference is a later one.
-        best, shorter = first, None
-        for at in range(min(first, len(kept) - 1), max(-1, first - _LOOKED_AT), -1):
-            tried = numpy.delete(kept, at)
-            end = _first_difference(few, more[tried])
-            if end is None or end > best:
-                best, shorter = len(few) + 1 if end is None else end, tried
-        if shorter is None or len(shorter) < len(few):
+        found = (_without_some(few, more, kept, first, number) for number in range(1, _MOST_COPIES + 1))
+        shorter = next((one for one in found if one is not None), None)
+        if shorter is None:
             return None
         kept = shorter
     return kept
 
 
+def _without_some(few: Numbers, more: Numbers, kept: Numbers, first: int, number: int) -> Numbers | None:
+    """The same without so many operators in a row, at the first difference or shortly before; None: that stays.
+
+    Of operators of one kind, they are those without which the others move at most twice the bytes.
+    """
+    begin = max(0, first + 1 - _LOOKED_AT)
+    best, shorter = (first, len(few)), None
+    for at in range(min(first, len(kept) - number), begin - 1, -1):
+        tried = numpy.delete(kept, slice(at, at + number))
+        end = _first_difference(few, more[tried])
+        low, high = few[begin : first + 1, -1], more[tried[begin : first + 1], -1]
+        fitting = int(((low <= high) & (high <= 2 * low)).sum()) if len(low) == len(high) else 0
+        found = (len(few) + 1 if end is None else end, fitting)
+        if found > best:
+            best, shorter = found, tried
+    return None if shorter is None or len(shorter) < len(few) else shorter
+
+
 def _first_difference(few: Numbers, more: Numbers) -> int | None:
     """The number of the first step in which two runs differ; None: they are alike."""
     count = min(len(few), len(more))
-    is_other = (few[:count] != more[:count]).any(axis=1)
+    is_other = (few[:count, :-1] != more[:count, :-1]).any(axis=1)
     if is_other.any():
         return int(is_other.argmax())
     return None if len(few) == len(more) else count

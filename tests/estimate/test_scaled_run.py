@@ -49,11 +49,9 @@ def test_a_run_of_many_samples_follows_from_those_of_one_and_two():
     assert len(more.memory) == len(few.memory) + 1
     found = ScaledRuns(few, more).run(10)
     assert found is not None
-    ((own, expected),) = [pair for pair in zip(found.sizes, made.sizes, strict=True) if pair[0] != pair[1]]
-    # Only two samples say how the copy grows, and the last one has no label behind it.
-    assert abs(own - expected) <= 10 * 8
+    assert found.sizes.tolist() == made.sizes.tolist()
     assert [op.flops for op in found.ops] == [op.flops for op in made.ops]
-    assert sum(op.num_bytes for op in found.ops) == pytest.approx(sum(op.num_bytes for op in made.ops), rel=1e-4)
+    assert [op.num_bytes for op in found.ops] == [op.num_bytes for op in made.ops]
     assert (found.born.tolist(), found.died.tolist()) == (made.born.tolist(), made.died.tolist())
 
 
