@@ -25,7 +25,7 @@ from hybridpp.estimate.repeated_blocks import (
     with_repeated_blocks,
 )
 from hybridpp.estimate.roofline import roofline, with_sums
-from hybridpp.estimate.scaled_run import BASES, ScaledRuns, scaled_memories, scaled_times
+from hybridpp.estimate.scaled_run import BASES, LARGER_BASES, ScaledRuns
 from hybridpp.estimate.search import SearchResult, SearchSpace, search
 from hybridpp.estimate.stage_memory import Held, StageMemory, stage_memory
 from hybridpp.estimate.step_time import (
@@ -45,6 +45,7 @@ from hybridpp.nn.hollow import Hollow, NeedsValuesError
 __all__ = [
     "BASES",
     "DEVICES",
+    "LARGER_BASES",
     "Allocation",
     "AllocationLog",
     "CannotLeaveOutError",
@@ -93,8 +94,6 @@ __all__ = [
     "repeated_blocks",
     "repeated_inside",
     "roofline",
-    "scaled_memories",
-    "scaled_times",
     "search",
     "stage_costs",
     "stage_memory",

@@ -1,8 +1,7 @@
 """Estimates that cost milliseconds, for a search among thousands of layouts.
 
-Micro-batches of more than two samples are not run but extrapolated (``scaled_run``, or else their times and memory),
-buckets have no padding, messages are counted at their most, and of many micro-batches the last ones are continued by a
-line.
+Micro-batches of more than two samples (or four) are not run but extrapolated (``scaled_run``), buckets have no padding,
+messages are counted at their most, and of many micro-batches the last ones are continued by a line.
 """
 
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from hybridpp.config import PipelineConfig, Precision, ZeroConfig
 from hybridpp.errors import PartitionError
 from hybridpp.estimate import (
     BASES,
+    LARGER_BASES,
     EstimateInput,
     Grid,
     JobSizes,
@@ -30,8 +30,6 @@ from hybridpp.estimate import (
     UnitTimes,
     rank_ends,
     roofline,
-    scaled_memories,
-    scaled_times,
     stage_costs,
     stage_memory,
     step_time,
@@ -259,16 +257,22 @@ class QuickEstimator:
 
     def _make_run(self, kind: RunKind) -> ModelRun | None:
         """The run; None: it is larger than those that are made, and does not follow from them."""
-        if kind.microbatch_size <= max(BASES):
+        size = kind.microbatch_size
+        if size <= max(BASES):
             return self._made_run(kind)
-        few, more = map(self._made_run, _bases(kind))
-        found = self._scaled(replace(kind, microbatch_size=1)).run(kind.microbatch_size)
-        if found is None and [call.name for call in few.calls] != [call.name for call in more.calls]:
-            return self._made_run(kind)
-        return found
+        scaled = self._scaled_for(kind)
+        return self._made_run(kind) if size in scaled.sizes or scaled.calls_differ else scaled.run(size)
+
+    def _scaled_for(self, kind: RunKind) -> ScaledRuns:
+        return self._scaled(replace(kind, microbatch_size=1))
 
     def _make_scaled(self, kind: RunKind) -> ScaledRuns:
-        return ScaledRuns(*map(self._made_run, _bases(kind)))
+        few, more = map(self._made_run, _of_sizes(kind, BASES))
+        scaled = ScaledRuns(few, more)
+        if scaled.are_alike or scaled.has_loop:
+            return scaled
+        few, more = map(self._made_run, _of_sizes(kind, LARGER_BASES))
+        return ScaledRuns(few, more, LARGER_BASES)
 
     def _made_run(self, kind: RunKind) -> ModelRun:
         units = self._runs.traced(kind.tp_size, kind.shards_sequences, 1, self._traced_for).found.units
@@ -284,8 +288,9 @@ class QuickEstimator:
         if (measured := self._measured(kind)) is not None:
             return with_sums(measured, run or self._made_run(kind), device, kind.tp_size)
         if run is None:
-            few, more = map(self._times, _bases(kind))
-            return scaled_times(few, more, kind.microbatch_size)
+            scaled = self._scaled_for(kind)
+            few, more = map(self._times, _of_sizes(kind, scaled.sizes))
+            return scaled.times(few, more, kind.microbatch_size)
         return roofline(run, device, kind.tp_size)
 
     def _simple_times(self, key: _Key) -> UnitTimes:
@@ -297,8 +302,9 @@ class QuickEstimator:
     def _make_memories(self, kind: RunKind, num_stages: int) -> tuple[StageMemory, ...]:
         cut, run = self._cut(kind.tp_size, num_stages), self._run(kind)
         if run is None:
-            few, more = (self._memories(base, num_stages) for base in _bases(kind))
-            return scaled_memories(few, more, kind.microbatch_size)
+            scaled = self._scaled_for(kind)
+            few, more = (self._memories(base, num_stages) for base in _of_sizes(kind, scaled.sizes))
+            return scaled.memories(few, more, kind.microbatch_size)
         blocks = set(cut.traced.found.blocks)
         last_block = max((index for index, call in enumerate(run.calls) if call.name in blocks), default=0)
         size = kind.microbatch_size
@@ -392,9 +398,8 @@ def _key(sizes: JobSizes, settings: Mapping[str, Any]) -> _Key:
     )
 
 
-def _bases(kind: RunKind) -> tuple[RunKind, ...]:
-    """The same with the few samples from which many follow."""
-    return tuple(replace(kind, microbatch_size=size) for size in BASES)
+def _of_sizes(kind: RunKind, sizes: tuple[int, ...]) -> tuple[RunKind, ...]:
+    return tuple(replace(kind, microbatch_size=size) for size in sizes)
 
 
 def _grid(sizes: JobSizes, settings: Mapping[str, Any]) -> Grid:

@@ -2,9 +2,18 @@ import json
 import re
 
 import pytest
-from transformers import LlamaConfig
+import torch
+from transformers import (
+    LlamaConfig,
+    LongformerConfig,
+    LongformerForMaskedLM,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from hybridpp import HybridParallelPlugin
+from hybridpp.config import Precision
+from hybridpp.estimate import DeviceProfile, EstimateInput, JobSizes
 
 LLAMA = LlamaConfig(
     hidden_size=16,
@@ -97,3 +106,40 @@ from torch import nn
 def make():
     return nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)]), torch.randn(2, 64)
 """
+
+
+def vit():
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 128}
+    return ViTForImageClassification(ViTConfig(image_size=64, patch_size=16, num_labels=10, **sizes))
+
+
+def longformer():
+    """Of one sample it adds biases in products, of more it copies what products read."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 128}
+    return LongformerForMaskedLM(LongformerConfig(vocab_size=200, attention_window=16, **sizes))
+
+
+@pytest.mark.parametrize(("make", "tp_size"), [(vit, 2), (longformer, 1)])
+def test_a_layout_of_many_samples_is_estimated_as_if_they_had_run(make, tp_size):
+    """On a device so slow that what limits an operator changes between one sample and sixteen."""
+    slow = DeviceProfile(
+        name="slow",
+        memory_gib=80,
+        tflops={"fp32": 0.1},
+        memory_gib_s=50,
+        op_us=0.0,
+        host_us=0.1,
+        host_gib_s=50,
+        network_gib_s=50,
+    )
+    given = EstimateInput(precision=Precision.BF16, device=slow, sequence_length=32)
+    with torch.device("meta"):
+        model = make()
+    estimator = HybridParallelPlugin.layout_estimator(model, given)
+    settings = {"tp_size": tp_size, "pp_size": 2, "schedule": "1f1b"}
+    for size in (4, 16):
+        sizes = JobSizes(world_size=2 * tp_size, microbatch_size=size, num_microbatches=4)
+        quick = estimator.quick_estimate(sizes, settings, 80 * 2**30)
+        complete = estimator.estimate(sizes, settings)
+        assert quick.time.step_ms == pytest.approx(complete.time.step_ms, rel=0.002)
+        assert quick.worst.total == pytest.approx(complete.worst.total, rel=0.03)

@@ -10,8 +10,6 @@ from hybridpp.estimate import (
     DEVICES,
     ScaledRuns,
     roofline,
-    scaled_memories,
-    scaled_times,
     stage_memory,
 )
 from hybridpp.partition import StagePlan
@@ -67,6 +65,24 @@ def test_runs_of_different_models_are_not_continued():
     assert ScaledRuns(*made).run(8) is None
 
 
+class Pieces(torch.nn.Module):
+    """Goes through samples one by one, but has no product for each."""
+
+    def forward(self, x):
+        return torch.stack([one.relu() for one in x])
+
+
+def test_operators_for_each_sample_are_no_copies_of_all():
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), Pieces(), torch.nn.Linear(64, 64))
+    batches = BatchSource(sample=torch.randn(2, 128, 64), criterion=lambda outputs, inputs: outputs.square().sum())
+    runs = EstimateRuns(model, precision=Precision.FP32, batches=batches)
+    found = runs.traced(1, False, 1, 1).found
+    scaled = ScaledRuns(*(runs.run(RunKind(microbatch_size=size), found.units) for size in BASES))
+    assert not scaled.has_loop
+    assert not scaled.are_alike
+
+
 class Images(torch.nn.Module):
     """Goes through samples one by one."""
 
@@ -85,12 +101,14 @@ def test_times_and_memory_are_continued_where_runs_are_not_alike():
     runs = EstimateRuns(model, precision=Precision.FP32, batches=batches)
     found = runs.traced(1, False, 1, 1).found
     few, more, made = (runs.run(RunKind(microbatch_size=size), found.units) for size in (*BASES, 16))
-    assert ScaledRuns(few, more).run(16) is None
+    scaled = ScaledRuns(few, more)
+    assert scaled.has_loop
+    assert scaled.run(16) is None
     cpu = DEVICES["cpu"]
-    times = scaled_times(roofline(few, cpu), roofline(more, cpu), 16)
+    times = scaled.times(roofline(few, cpu), roofline(more, cpu), 16)
     assert times.end == pytest.approx(roofline(made, cpu).end, rel=0.02)
     memories = [(stage_memory(run, StagePlan(), 0),) for run in (few, more, made)]
-    (memory,) = scaled_memories(*memories[:2], 16)
+    (memory,) = scaled.memories(*memories[:2], 16)
     expected = memories[2][0]
     assert memory.held.total == pytest.approx(expected.held.total, rel=0.02)
     assert memory.backward.total == pytest.approx(expected.backward.total, rel=0.05)
