@@ -3,6 +3,7 @@
 import gc
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import isqrt
 from typing import Any, TypeAlias
@@ -206,7 +207,10 @@ def _nearest(
         return one[0], candidate.sizes.microbatch_size, not recomputes, -candidate.settings["tp_size"]
 
     chosen = [candidates[number] for _, number in sorted(refused, key=likely)[:_NUM_NEAREST]]
-    estimates = [estimator.quick_estimate(one.sizes, one.settings, space.memory_bytes) for one in chosen]
+    estimates = []
+    for one in chosen:
+        with suppress(HybridppError):  # of micro-batches on which the model does not run
+            estimates.append(estimator.quick_estimate(one.sizes, one.settings, space.memory_bytes))
     return min(estimates, key=lambda one: one.worst.total, default=None)
 
 

@@ -1,7 +1,7 @@
 """What a stage holds of a micro-batch, from a run of the complete model."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -55,7 +55,7 @@ class StageMemory:
 
 
 def stage_memory(
-    run: ModelRun, plan: StagePlan, last_block: int, splits: bool = False, times_larger: int = 1
+    run: ModelRun, plan: StagePlan, last_block: int, splits: bool = False, times_larger: float = 1
 ) -> StageMemory:
     """Memory of a stage.
 
@@ -99,9 +99,13 @@ class _Stage:
         chosen: NDArray[numpy.bool_] = (run.born > start) & (run.born <= (run.loss if stop is None else stop))
         return chosen
 
-    def memory(self, splits: bool, times_larger: int) -> StageMemory:
+    def memory(self, splits: bool, times_larger: float) -> StageMemory:
         run, plan = self._run, self._plan
-        incoming, outgoing = times_larger * _bytes(plan.incoming_specs), times_larger * _bytes(plan.outgoing_specs)
+
+        def sent(specs: Iterable[TensorSpec]) -> int:
+            return round(times_larger * _bytes(specs))
+
+        incoming, outgoing = sent(plan.incoming_specs), sent(plan.outgoing_specs)
         return StageMemory(
             held=self._split(self._held),
             forward=self._forward_peak(incoming),
@@ -109,8 +113,8 @@ class _Stage:
             waiting=self._waiting() if splits else 0,
             incoming=incoming,
             outgoing=outgoing,
-            incoming_gradients=times_larger * _bytes([spec for spec in plan.incoming_specs if spec.requires_grad]),
-            outgoing_gradients=times_larger * _bytes([spec for spec in plan.outgoing_specs if spec.requires_grad]),
+            incoming_gradients=sent(spec for spec in plan.incoming_specs if spec.requires_grad),
+            outgoing_gradients=sent(spec for spec in plan.outgoing_specs if spec.requires_grad),
             unheld=max(0, outgoing - total(run.sizes, self._sent() & self._held)),
         )
 
@@ -149,5 +153,5 @@ class _Stage:
         return chosen
 
 
-def _bytes(specs: Sequence[TensorSpec]) -> int:
+def _bytes(specs: Iterable[TensorSpec]) -> int:
     return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)

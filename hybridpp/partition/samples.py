@@ -129,7 +129,9 @@ class _Maker:
         self._batch_size = batch_size
         self._dtype = dtype
         names = ("max_position_embeddings", "n_positions", "max_target_positions")
-        self.named_limit = self._number(*names, default=0) or None
+        # Of a model with relative positions, XLNet, the configuration says -1.
+        named = self._number(*names, default=0)
+        self.named_limit = named if named > 0 else None
         limit = self.named_limit or _DEFAULT_LENGTH
         self._given_length, self._limit = length, limit
         self._length = length or min(_DEFAULT_LENGTH, limit)

@@ -280,6 +280,10 @@ def search_block_plan(
     narrow: NarrowedBlock | None = None,
 ) -> BlockPlan:
     """The result of :class:`PlanSearch`, whose arguments these are; by trials on a narrow copy, if there is one."""
+    has_none = not linear_shapes(block) and not expert_modules(block)
+    if has_none or (among is not None and not among):
+        # The block need not run: its convolutions would take long in double precision.
+        return BlockPlan()
     if narrow is not None:
         start = partial(PlanSearch, narrow.block, narrow.calls, tp_size, own_plan, formats, collected, block, among)
         plan = _plan_of(start)

@@ -64,7 +64,8 @@ def infer_plan(
         calls = calls_of(name, sample_calls, more_calls)
         in_run = formats_of(name) if formats_of else None
         inside = frozenset(collected.get(name, ())) if collected else frozenset()
-        among = shared and frozenset(one.removeprefix(f"{name}.") for one in shared if one.startswith(f"{name}."))
+        inner = (one.removeprefix(f"{name}.") for one in shared or () if one.startswith(f"{name}."))
+        among = None if shared is None else frozenset(inner)
         kinds = tuple(call and kind_of(block, *call) for call in calls)
         kind = (kinds, tuple(sorted(own.items())), in_run, inside, among)
         if kind not in known:

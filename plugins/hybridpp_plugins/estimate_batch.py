@@ -16,6 +16,8 @@ from hybridpp.pipeline import resize_batch, to_plain_containers
 PASS_A_BATCH = (
     "Pass EstimateInput(sample=batch), or --model module:function with a function that returns the model and a batch."
 )
+# Labels of a recording.
+_SEQUENCE = 8
 
 
 class EstimateBatch(NamedTuple):
@@ -73,6 +75,9 @@ def _labels(model: nn.Module, inputs: dict[str, Tensor], size: int) -> Iterator[
         if name in inputs:
             yield inputs[name].clone()
             break
+    if hasattr(getattr(model, "config", None), "ctc_loss_reduction"):
+        # Of one sample, the loss would take one label for a sequence.
+        yield torch.ones(size, _SEQUENCE, dtype=torch.long)
     yield torch.zeros(size, dtype=torch.long)
 
 

@@ -228,10 +228,26 @@ class EstimateRuns:
                 _LOGGER.debug("blocks run from %s, as they cannot be left out", rows[0].names[0], exc_info=True)
             self._never_left_out.update(row.names for row in rows)
         try:
-            return self._record(kind, units, settled)
+            return self._record_all(kind, units, settled)
         except NeedsValuesError:
             self._compute_masks()
+            return self._record_all(kind, units, settled)
+
+    def _record_all(self, kind: RunKind, units: tuple[str, ...], settled: bool) -> ModelRun:
+        try:
             return self._record(kind, units, settled)
+        except HybridppError:
+            raise
+        except Exception as error:  # whatever a model's forward raises: it may run on other sizes
+            raise self._refusal(kind.microbatch_size, error) from error
+
+    def _refusal(self, size: int, error: Exception) -> ConfigError:
+        made = " that was made from its configuration" if self._batches.sample is None else ""
+        samples, larger = ("1 sample", "Use larger ones. ") if size == 1 else (f"{size} samples", "")
+        return ConfigError(
+            f"{type(self._model).__name__} does not run on a micro-batch of {samples}{made}: {named(error)}. "
+            f"{larger}{PASS_A_BATCH}"
+        )
 
     def _find_repeated(self, units: tuple[str, ...], recomputed: frozenset[str]) -> tuple[Repeated, ...]:
         """Blocks that need not run: units, and blocks inside of units that are no blocks of the model themselves."""
@@ -392,10 +408,7 @@ class EstimateRuns:
         assert first is not None, "there is a candidate"
         if isinstance(first, HybridppError):
             raise first
-        raise ConfigError(
-            f"{type(model).__name__} does not run on the micro-batches that were made from its configuration: "
-            f"{named(first)}. {PASS_A_BATCH}"
-        ) from first
+        raise self._refusal(size, first) from first
 
 
 class _ReadyRank:

@@ -10,7 +10,7 @@ from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from hybridpp.config import PipelineConfig, Precision, ZeroConfig
-from hybridpp.errors import PartitionError
+from hybridpp.errors import HybridppError, PartitionError
 from hybridpp.estimate import (
     BASES,
     LARGER_BASES,
@@ -206,7 +206,8 @@ class QuickEstimator:
 
     def _make_cut(self, tp_size: int, num_stages: int) -> CutModel:
         # All numbers of stages up to that of the blocks have the same units.
-        return cut_model(self._runs, self._parallel(tp_size), 1, num_stages, traced_for=self._traced_for)
+        samples, stages = self._traced_as
+        return cut_model(self._runs, self._parallel(tp_size), samples, num_stages, traced_for=stages)
 
     def _make_sums(self, tp_size: int, num_stages: int) -> tuple[_Sums, ...]:
         cut = self._cut(tp_size, num_stages)
@@ -267,15 +268,16 @@ class QuickEstimator:
         return self._scaled(replace(kind, microbatch_size=1))
 
     def _make_scaled(self, kind: RunKind) -> ScaledRuns:
-        few, more = map(self._made_run, _of_sizes(kind, BASES))
-        scaled = ScaledRuns(few, more)
-        if scaled.are_alike or scaled.has_loop:
-            return scaled
+        if self._traced_as[0] == min(BASES):
+            few, more = map(self._made_run, _of_sizes(kind, BASES))
+            scaled = ScaledRuns(few, more)
+            if scaled.are_alike or scaled.has_loop:
+                return scaled
         few, more = map(self._made_run, _of_sizes(kind, LARGER_BASES))
         return ScaledRuns(few, more, LARGER_BASES)
 
     def _made_run(self, kind: RunKind) -> ModelRun:
-        units = self._runs.traced(kind.tp_size, kind.shards_sequences, 1, self._traced_for).found.units
+        units = self._runs.traced(kind.tp_size, kind.shards_sequences, *self._traced_as).found.units
         return self._runs.run(kind, units, settled=False)
 
     def _measured(self, kind: RunKind) -> UnitTimes | None:
@@ -307,7 +309,7 @@ class QuickEstimator:
             return scaled.memories(few, more, kind.microbatch_size)
         blocks = set(cut.traced.found.blocks)
         last_block = max((index for index, call in enumerate(run.calls) if call.name in blocks), default=0)
-        size = kind.microbatch_size
+        size = kind.microbatch_size / self._traced_as[0]
         return tuple(stage_memory(run, plan, last_block, kind.splits, times_larger=size) for plan in cut.plans)
 
     def _make_works(self, key: _Key) -> tuple[StageWork, ...]:
@@ -365,20 +367,32 @@ class QuickEstimator:
         )
 
     @cached_property
-    def _traced_for(self) -> int:
-        """Stages of a trace whose units are those of all others: 1, if the model cannot be cut."""
-        try:
-            self._runs.traced(1, False, 1, 2)
-        except PartitionError:
-            return 1
-        return 2
+    def _traced_as(self) -> tuple[int, int]:
+        """Samples and stages of a trace whose units are those of all others.
+
+        One sample, or two for a model that does not run on one (statistics over samples); one stage, if it cannot be
+        cut.
+        """
+        first: HybridppError | None = None
+        for samples in BASES:
+            try:
+                self._runs.traced(1, False, samples, 2)
+            except HybridppError as error:
+                first = first or error
+            else:
+                return samples, 2
+        if not isinstance(first, PartitionError):
+            assert first is not None, "a trace has failed"
+            raise first
+        return min(BASES), 1
 
     @property
     def num_blocks(self) -> int:
         """Blocks of the model; 1, if it cannot be cut."""
-        if self._traced_for == 1:
+        samples, stages = self._traced_as
+        if stages == 1:
             return 1
-        return max(1, len(self._runs.traced(1, False, 1, 2).found.blocks))
+        return max(1, len(self._runs.traced(1, False, samples, stages).found.blocks))
 
 
 def kernels_of(given: EstimateInput, settings: PluginSettings) -> AdamKernels:

@@ -9,11 +9,14 @@ from transformers import (
     LongformerForMaskedLM,
     ViTConfig,
     ViTForImageClassification,
+    Wav2Vec2Config,
+    Wav2Vec2ForCTC,
 )
 
 from hybridpp import HybridParallelPlugin
 from hybridpp.config import Precision
-from hybridpp.estimate import DeviceProfile, EstimateInput, JobSizes
+from hybridpp.errors import ConfigError
+from hybridpp.estimate import DEVICES, DeviceProfile, EstimateInput, JobSizes
 
 LLAMA = LlamaConfig(
     hidden_size=16,
@@ -143,3 +146,48 @@ def test_a_layout_of_many_samples_is_estimated_as_if_they_had_run(make, tp_size)
         complete = estimator.estimate(sizes, settings)
         assert quick.time.step_ms == pytest.approx(complete.time.step_ms, rel=0.002)
         assert quick.worst.total == pytest.approx(complete.worst.total, rel=0.03)
+
+
+class Pooled(torch.nn.Module):
+    """Normalises one number of each sample and channel by their statistics, which one sample has none of."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4)))
+        self.norm = torch.nn.BatchNorm1d(16)
+
+    def forward(self, x):
+        return self.norm(self.blocks(x).mean(1))
+
+
+def test_a_model_that_runs_on_no_single_sample_is_planned_with_larger_micro_batches():
+    given = EstimateInput(precision=Precision.BF16, device=DEVICES["h100"], sample=torch.randn(2, 5, 16))
+    estimator = HybridParallelPlugin.layout_estimator(Pooled(), given)
+    settings = {"tp_size": 1, "pp_size": 2, "schedule": "1f1b"}
+    with pytest.raises(ConfigError, match=r"Pooled does not run on a micro-batch of 1 sample: .*\. Use larger ones\. "):
+        estimator.quick_estimate(JobSizes(world_size=2, microbatch_size=1, num_microbatches=4), settings, 2**30)
+    for size in (2, 3, 8):
+        sizes = JobSizes(world_size=2, microbatch_size=size, num_microbatches=4)
+        quick, complete = estimator.quick_estimate(sizes, settings, 2**30), estimator.estimate(sizes, settings)
+        assert quick.time.step_ms == pytest.approx(complete.time.step_ms, rel=0.01)
+        assert quick.worst.total == pytest.approx(complete.worst.total, rel=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of fakes, in the trace
+def test_a_model_of_recordings_gets_labels_for_each_of_many_samples():
+    """The loss takes a list of labels for one sample as its sequence."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = Wav2Vec2Config(vocab_size=20, layerdrop=0.0, num_conv_pos_embeddings=16, **sizes)
+    with torch.device("meta"):
+        model = Wav2Vec2ForCTC(config)
+    estimator = HybridParallelPlugin.layout_estimator(
+        model, EstimateInput(precision=Precision.BF16, device=DEVICES["h100"])
+    )
+    settings = {"tp_size": 1, "pp_size": 2, "schedule": "1f1b"}
+    times = [
+        estimator.quick_estimate(
+            JobSizes(world_size=2, microbatch_size=size, num_microbatches=4), settings, 2**36
+        ).time.step_ms
+        for size in (1, 8)
+    ]
+    assert times[0] < times[1] < 8 * times[0]

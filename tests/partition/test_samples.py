@@ -24,6 +24,8 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     WhisperConfig,
     WhisperForConditionalGeneration,
+    XLNetConfig,
+    XLNetLMHeadModel,
 )
 
 from hybridpp.errors import ConfigError
@@ -153,6 +155,12 @@ def test_texts_longer_than_a_rotary_model_names_are_told():
     (line,) = describe_sample(model, make_samples(model, 1, 17, torch.float32)[0])
     assert line == "tokens: 17 of each sample, and the configuration is for 16"
     assert describe_sample(model, make_samples(model, 1, 16, torch.float32)[0]) == []
+
+
+def test_a_model_of_relative_positions_gets_texts_though_its_configuration_names_no_number():
+    model = on_meta(lambda: XLNetLMHeadModel(XLNetConfig(vocab_size=50, d_model=16, n_layer=1, n_head=2, d_inner=16)))
+    assert model.config.max_position_embeddings == -1
+    assert make_samples(model, 2, None, torch.float32)[0]["input_ids"].shape == (2, 128)
 
 
 def test_nothing_is_said_of_what_a_model_does_not_take():

@@ -262,3 +262,11 @@ def test_what_more_ranks_cannot_share_is_found_beside_a_plan_for_fewer():
     fewer = infer_plan(model, ["0"], samples, 2)
     assert len(fewer.styles) == 7
     assert infer_plan(model, ["0"], samples, 4, smaller=fewer) == infer_plan(model, ["0"], samples, 4)
+
+
+def test_a_model_that_two_ranks_cannot_share_is_none_that_four_can():
+    model = nn.Sequential(Block(ranked=Ranked()))
+    samples = {"0": ((torch.randn(3, 5, WIDTH),), {})}
+    fewer = infer_plan(model, ["0"], samples, 2)
+    assert not fewer.styles
+    assert infer_plan(model, ["0"], samples, 4, smaller=fewer) == fewer
