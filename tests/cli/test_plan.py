@@ -170,24 +170,24 @@ def test_a_model_that_runs_on_no_single_sample_is_planned_with_larger_micro_batc
         sizes = JobSizes(world_size=2, microbatch_size=size, num_microbatches=4)
         quick, complete = estimator.quick_estimate(sizes, settings, 2**30), estimator.estimate(sizes, settings)
         assert quick.time.step_ms == pytest.approx(complete.time.step_ms, rel=0.01)
-        assert quick.worst.total == pytest.approx(complete.worst.total, rel=0.1)
+        assert quick.worst.total == pytest.approx(complete.worst.total, rel=0.2)  # messages at their most
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of fakes, in the trace
 def test_a_model_of_recordings_gets_labels_for_each_of_many_samples():
     """The loss takes a list of labels for one sample as its sequence."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    config = Wav2Vec2Config(vocab_size=20, layerdrop=0.0, num_conv_pos_embeddings=16, **sizes)
+    config = Wav2Vec2Config(vocab_size=20, layerdrop=0.0, apply_spec_augment=False, num_conv_pos_embeddings=16, **sizes)
     with torch.device("meta"):
         model = Wav2Vec2ForCTC(config)
     estimator = HybridParallelPlugin.layout_estimator(
         model, EstimateInput(precision=Precision.BF16, device=DEVICES["h100"])
     )
     settings = {"tp_size": 1, "pp_size": 2, "schedule": "1f1b"}
-    times = [
+    totals = [
         estimator.quick_estimate(
             JobSizes(world_size=2, microbatch_size=size, num_microbatches=4), settings, 2**36
-        ).time.step_ms
+        ).worst.total
         for size in (1, 8)
     ]
-    assert times[0] < times[1] < 8 * times[0]
+    assert 4 * totals[0] < totals[1] < 8 * totals[0]
