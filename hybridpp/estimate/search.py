@@ -143,6 +143,7 @@ def _search(estimator: LayoutEstimator, space: SearchSpace) -> SearchResult:
             bounded.append((estimator.bound_ms(candidate.sizes, candidate.settings), candidate.order, number))
         except HybridppError as error:
             reasons[str(error)] = reasons.get(str(error), 0) + 1
+    gc.freeze()  # also traces and ranks that were made for the bounds
     heapq.heapify(bounded)
     kept: list[_Kept] = []
     least: LayoutEstimate | None = None
