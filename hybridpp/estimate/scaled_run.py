@@ -26,6 +26,8 @@ LARGER_BASES = (2, 4)
 _GROWING = ("flops", "num_bytes", "joined_bytes")
 # How many operators up to the first difference may be the one that only the larger run has.
 _LOOKED_AT = 8
+# So many after it show which of them it is.
+_LOOKED_AHEAD = 512
 # So many operators in a row that only the larger run has.
 _MOST_COPIES = 3
 
@@ -187,16 +189,19 @@ def _without_some(few: Numbers, more: Numbers, kept: Numbers, first: int, number
     Of operators of one kind, they are those without which the others move no more bytes than the samples say.
     """
     begin = max(0, first + 1 - _LOOKED_AT)
-    best, shorter = (first, len(few)), None
-    for at in range(min(first, len(kept) - number), begin - 1, -1):
-        tried = numpy.delete(kept, slice(at, at + number))
-        end = _first_difference(few, more[tried])
-        low, high = few[begin : first + 1, -1], more[tried[begin : first + 1], -1]
+    part, larger = few[begin : first + _LOOKED_AHEAD], more[kept[begin : first + _LOOKED_AHEAD + number]]
+    best, chosen = (first - begin, len(few)), None
+    for at in range(min(first - begin, len(larger) - number), -1, -1):
+        tried = numpy.delete(larger, slice(at, at + number), axis=0)
+        end = _first_difference(part, tried)
+        low, high = part[: first - begin + 1, -1], tried[: first - begin + 1, -1]
         fitting = int(((low <= high) & (high <= factor * low)).sum()) if len(low) == len(high) else 0
-        found = (len(few) + 1 if end is None else end, fitting)
+        found = (len(part) + 1 if end is None else end, fitting)
         if found > best:
-            best, shorter = found, tried
-    return None if shorter is None or len(shorter) < len(few) else shorter
+            best, chosen = found, at
+    if chosen is None or len(kept) - number < len(few):
+        return None
+    return numpy.delete(kept, slice(begin + chosen, begin + chosen + number))
 
 
 def _first_difference(few: Numbers, more: Numbers) -> int | None:
