@@ -14,7 +14,7 @@ from hybridpp.partition import has_samples, make_samples
 from hybridpp.pipeline import resize_batch, to_plain_containers
 
 PASS_A_BATCH = (
-    "Pass EstimateInput(sample=batch), or --model module:function with a function that returns the model and a batch."
+    "pass EstimateInput(sample=batch), or --model module:function with a function that returns the model and a batch"
 )
 # Labels of a recording.
 _SEQUENCE = 8
@@ -58,7 +58,7 @@ class BatchSource:
         if not has_samples(model):
             raise ConfigError(
                 f"an estimate of {type(model).__name__} needs a batch: it is no model of transformers or diffusers, "
-                f"from whose configuration one is made. {PASS_A_BATCH}"
+                f"from whose configuration one is made. To give one, {PASS_A_BATCH}."
             )
         made = list(reversed(make_samples(model, size, self.sequence_length, torch.float32, self.images)))
         for inputs in made:

@@ -242,11 +242,13 @@ class EstimateRuns:
             raise self._refusal(kind.microbatch_size, error) from error
 
     def _refusal(self, size: int, error: Exception) -> ConfigError:
-        made = " that was made from its configuration" if self._batches.sample is None else ""
-        samples, larger = ("1 sample", "Use larger ones. ") if size == 1 else (f"{size} samples", "")
+        made, way_out = " that was made from its configuration", f", or {PASS_A_BATCH}"
+        if self._batches.sample is not None:
+            made, way_out = "", ""
+        samples, larger = ("1 sample", "larger micro-batches") if size == 1 else (f"{size} samples", "another size")
         return ConfigError(
             f"{type(self._model).__name__} does not run on a micro-batch of {samples}{made}: {named(error)}. "
-            f"{larger}{PASS_A_BATCH}"
+            f"Use {larger}{way_out}."
         )
 
     def _find_repeated(self, units: tuple[str, ...], recomputed: frozenset[str]) -> tuple[Repeated, ...]:

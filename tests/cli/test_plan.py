@@ -164,7 +164,9 @@ def test_a_model_that_runs_on_no_single_sample_is_planned_with_larger_micro_batc
     given = EstimateInput(precision=Precision.BF16, device=DEVICES["h100"], sample=torch.randn(2, 5, 16))
     estimator = HybridParallelPlugin.layout_estimator(Pooled(), given)
     settings = {"tp_size": 1, "pp_size": 2, "schedule": "1f1b"}
-    with pytest.raises(ConfigError, match=r"Pooled does not run on a micro-batch of 1 sample: .*\. Use larger ones\. "):
+    with pytest.raises(
+        ConfigError, match=r"Pooled does not run on a micro-batch of 1 sample: .*\. Use larger micro-batches\.$"
+    ):
         estimator.quick_estimate(JobSizes(world_size=2, microbatch_size=1, num_microbatches=4), settings, 2**30)
     for size in (2, 3, 8):
         sizes = JobSizes(world_size=2, microbatch_size=size, num_microbatches=4)

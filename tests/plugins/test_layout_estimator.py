@@ -218,7 +218,7 @@ def test_a_user_model_is_estimated_on_a_sample():
     own = estimator(make, sample=torch.zeros(3, 32), criterion=lambda outputs, inputs: outputs.mean())
     found = own.estimate(JobSizes(world_size=2, microbatch_size=4, num_microbatches=2), {"pp_size": 2})
     assert [rank.state.weights for rank in found.ranks] == [2 * 4 * (32 * 32 + 32)] * 2
-    with pytest.raises(ConfigError, match=r"an estimate of Sequential needs a batch: .* Pass EstimateInput"):
+    with pytest.raises(ConfigError, match=r"an estimate of Sequential needs a batch: .* pass EstimateInput"):
         estimator(make).estimate(JobSizes(world_size=1, microbatch_size=1, num_microbatches=1), {})
 
 
