@@ -62,10 +62,13 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = func(*args, **kwargs)
+        result = self._call(func, args, kwargs)
         if not moves_nothing(func):
             self._note(result, args, kwargs)
         return result
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
 
     def _note(self, result: Any, args: Any, kwargs: Any) -> None:
         for leaf in tensors_in(result):

@@ -40,7 +40,10 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        return self.counted(func, args, kwargs or {})
+
+    def counted(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of an operator, whose FLOPs are counted: for code that sees it without this context."""
         kind = _KINDS.get(func)
         if kind is None:
             kind = _KINDS[func] = _kind(func, self._torch_counter)

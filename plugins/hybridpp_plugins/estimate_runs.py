@@ -39,7 +39,6 @@ from hybridpp.nn.snapshot import preserved_modules
 from hybridpp.nn.torch_private import pytree
 from hybridpp.partition import (
     BoundarySharding,
-    FlopCounter,
     TracedModel,
     describe_sample,
     find_units,
@@ -268,7 +267,6 @@ class EstimateRuns:
     ) -> ModelRun:
         ready = self._ready(kind.of_rank, units, left_out)
         rank, recorder = ready.rank, ready.recorder
-        counter = FlopCounter()
         losses: list[int] = []
         attention = nullcontext() if self._device == "cpu" else CudaAttention()
         with ready.hollow, preserved_random_state(_CPU), attention:
@@ -290,7 +288,7 @@ class EstimateRuns:
 
             # Of runs before, which may have split their passes, only the sums are left.
             rank.buckets.begin()
-            with counter, OpLog(counter) as log, ready.recorded(log), log.noting_saved():
+            with OpLog() as log, ready.recorded(log), log.noting_saved():
                 rank.run(batch.inputs, criterion)
         numbers = {id(one): number for number, one in enumerate(log.allocations)}
         run = ModelRun(
