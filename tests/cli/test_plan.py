@@ -123,7 +123,7 @@ def longformer():
 
 
 @pytest.mark.parametrize(("make", "tp_size"), [(vit, 2), (longformer, 1)])
-def test_a_layout_of_many_samples_is_estimated_as_if_they_had_run(make, tp_size):
+def test_many_samples_are_estimated_as_if_they_had_run(make, tp_size):
     """On a device so slow that what limits an operator changes between one sample and sixteen."""
     slow = DeviceProfile(
         name="slow",
@@ -160,12 +160,23 @@ class Pooled(torch.nn.Module):
         return self.norm(self.blocks(x).mean(1))
 
 
-def test_a_model_that_runs_on_no_single_sample_is_planned_with_larger_micro_batches():
-    given = EstimateInput(precision=Precision.BF16, device=DEVICES["h100"], sample=torch.randn(2, 5, 16))
-    estimator = HybridParallelPlugin.layout_estimator(Pooled(), given)
+def apart(outputs, inputs):
+    """How far the samples of a micro-batch are from each other."""
+    if len(outputs) == 1:
+        raise ValueError("Expected more than 1 sample")
+    return torch.pdist(outputs.flatten(1)).mean()
+
+
+@pytest.mark.parametrize(("make", "criterion"), [(Pooled, None), (lambda: Pooled().blocks, apart)])
+def test_what_runs_on_no_single_sample_is_planned_with_larger_batches(make, criterion):
+    given = EstimateInput(
+        precision=Precision.BF16, device=DEVICES["h100"], sample=torch.randn(2, 5, 16), criterion=criterion
+    )
+    estimator = HybridParallelPlugin.layout_estimator(make(), given)
     settings = {"tp_size": 1, "pp_size": 2, "schedule": "1f1b"}
     with pytest.raises(
-        ConfigError, match=r"Pooled does not run on a micro-batch of 1 sample: .*\. Use larger micro-batches\.$"
+        ConfigError,
+        match=r"(Pooled|Sequential) does not run on a micro-batch of 1 sample: .*\. Use larger micro-batches\.$",
     ):
         estimator.quick_estimate(JobSizes(world_size=2, microbatch_size=1, num_microbatches=4), settings, 2**30)
     for size in (2, 3, 8):
@@ -176,7 +187,7 @@ def test_a_model_that_runs_on_no_single_sample_is_planned_with_larger_micro_batc
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of fakes, in the trace
-def test_a_model_of_recordings_gets_labels_for_each_of_many_samples():
+def test_recordings_get_labels_for_each_of_many_samples():
     """The loss takes a list of labels for one sample as its sequence."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     config = Wav2Vec2Config(vocab_size=20, layerdrop=0.0, apply_spec_augment=False, num_conv_pos_embeddings=16, **sizes)

@@ -201,7 +201,7 @@ def test_small_values_are_never_withheld():
         lambda x: x.set_(torch.empty(100, 50)),
     ],
 )
-def test_a_hollow_tensor_that_is_shown_otherwise_in_place_has_the_new_shape(change):
+def test_a_hollow_tensor_that_is_shown_otherwise_has_the_new_shape(change):
     expected = change(torch.zeros(100, 100))
     with Hollow() as hollow, AllocationLog() as log:
         tensor = torch.empty(100, 100)

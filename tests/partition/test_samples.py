@@ -157,7 +157,7 @@ def test_texts_longer_than_a_rotary_model_names_are_told():
     assert describe_sample(model, make_samples(model, 1, 16, torch.float32)[0]) == []
 
 
-def test_a_model_of_relative_positions_gets_texts_though_its_configuration_names_no_number():
+def test_a_model_of_relative_positions_gets_texts():
     model = on_meta(lambda: XLNetLMHeadModel(XLNetConfig(vocab_size=50, d_model=16, n_layer=1, n_head=2, d_inner=16)))
     assert model.config.max_position_embeddings == -1
     assert make_samples(model, 2, None, torch.float32)[0]["input_ids"].shape == (2, 128)
