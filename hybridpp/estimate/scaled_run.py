@@ -68,8 +68,10 @@ class ScaledRuns:
             # What grows by more than the samples was expanded, and is a copy now.
             grows = is_common.copy()
             grows[is_common] = high[is_common] * least <= most * low
-            on_line = low[grows[is_common]]
-            found[grows] = on_line + (size - least) * (high[grows] - on_line) // (most - least)
+            low, high = low[grows[is_common]], high[grows]
+            on_line = low + (size - least) * (high - low) // (most - least)
+            # What shrinks was read, and comes from the operator before now: it shrinks no more.
+            found[grows] = numpy.maximum(on_line, numpy.minimum(low, high))
             return found
 
         rows = more.ops.rows.copy()
@@ -136,7 +138,7 @@ def _common(few: ModelRun, more: ModelRun, factor: int) -> _Common | None:
         return None
     is_common = numpy.zeros(len(more.ops), dtype=bool)
     is_common[kept] = True
-    if (_are_no_copies(more.ops) & ~is_common).any() or _has_loop(steps, larger, is_common):
+    if (_are_no_copies(more.ops) & ~is_common).any() or _runs_each_sample(steps, larger, is_common):
         return None
     # Each operator has made what was allocated since the one before.
     maker = numpy.searchsorted(more.ops.rows["event"], more.born, side="left")
@@ -152,7 +154,7 @@ def _are_no_copies(ops: Ops) -> NDArray[numpy.bool_]:
     return found
 
 
-def _has_loop(few: Numbers, more: Numbers, is_common: NDArray[numpy.bool_]) -> bool:
+def _runs_each_sample(few: Numbers, more: Numbers, is_common: NDArray[numpy.bool_]) -> bool:
     """Whether what only the larger run does is for one sample more: the same as shortly before, which does not grow."""
     grows = numpy.ones(len(more), dtype=bool)
     grows[is_common] = (few != more[is_common]).any(axis=1)

@@ -2,12 +2,20 @@ import pytest
 import torch
 from hybridpp_plugins.estimate_batch import BatchSource
 from hybridpp_plugins.estimate_runs import EstimateRuns, RunKind
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from hybridpp.config import Precision
 from hybridpp.estimate import (
     BASES,
     DEVICES,
+    LARGER_BASES,
     ScaledRuns,
     roofline,
     stage_memory,
@@ -33,12 +41,36 @@ def llama():
     return LlamaForCausalLM(config).train()
 
 
+def vit():
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    return ViTForImageClassification(ViTConfig(image_size=64, patch_size=16, num_labels=10, **sizes)).train()
+
+
 def three_runs(make, sizes, device):
     with torch.device("meta"):
         model = make()
     runs = EstimateRuns(model, precision=Precision.BF16, batches=BatchSource(sequence_length=32), device=device)
     units = runs.traced(1, False, 1, 2).found.units
     return (runs.run(RunKind(microbatch_size=size), units) for size in sizes)
+
+
+def test_a_run_of_many_samples_follows_from_two_that_are_alike():
+    few, more, made = three_runs(gpt2, (*LARGER_BASES, 10), "cpu")
+    found = ScaledRuns(few, more, LARGER_BASES).run(10)
+    assert found is not None
+    assert found.sizes.tolist() == made.sizes.tolist()
+    assert [(op.flops, op.num_bytes) for op in found.ops] == [(op.flops, op.num_bytes) for op in made.ops]
+
+
+def test_what_shrinks_with_a_second_sample_does_not_fall_below_nothing():
+    """Where one sample's gradient is copied, that of two is a sum, which reads what its neighbour has just made."""
+    few, more, _ = three_runs(vit, (*BASES, 1), "cuda")
+    low, high = few.ops.rows["joined_bytes"], more.ops.rows["joined_bytes"]
+    assert (high[-len(low) :] < low).any()
+    found = ScaledRuns(few, more).run(64)
+    assert found is not None
+    for name in ("flops", "num_bytes", "joined_bytes"):
+        assert (found.ops.rows[name] >= 0).all()
 
 
 def test_a_run_of_many_samples_follows_from_those_of_one_and_two():
@@ -63,6 +95,7 @@ def test_runs_of_different_models_are_not_continued():
         runs = EstimateRuns(model, precision=Precision.FP32, batches=BatchSource(sequence_length=32))
         made.append(runs.run(RunKind(microbatch_size=size), runs.traced(1, False, 1, 2).found.units))
     assert ScaledRuns(*made).run(8) is None
+    assert ScaledRuns(*made, LARGER_BASES).run(8) is None
 
 
 class Pieces(torch.nn.Module):
